@@ -1,0 +1,31 @@
+"""The errors that the library raises, all under one base.
+
+A check that can fail on one rank agrees over its group first, then raises on every rank, so that no
+rank is left waiting in a collective.
+"""
+
+from __future__ import annotations
+
+
+class LayerWiseError(Exception):
+    """Base of every error raised by this library."""
+
+
+class ConfigError(LayerWiseError, ValueError):
+    """A setting, an annotation or a model that cannot be honoured; raised at construction."""
+
+
+class PlanMismatchError(LayerWiseError):
+    """Ranks of one group computed different plans; names the first parameter that differs."""
+
+
+class CheckpointError(LayerWiseError):
+    """A checkpoint that is incomplete, damaged or does not fit the model."""
+
+
+class StateError(LayerWiseError, RuntimeError):
+    """A call that the present state of a bucket or of the optimizer does not allow."""
+
+
+class NonFiniteError(LayerWiseError, ArithmeticError):
+    """A gradient or master that is not finite; names the parameter and the rank."""
