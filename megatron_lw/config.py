@@ -1,0 +1,273 @@
+"""`OptimizerConfig`: the settings of the optimizer, under Megatron's names.
+
+Every field of megatron-core 0.19.2's class of the same name is here, with the same default unless
+the field's docstring says otherwise, so that keyword arguments carry over. What is honoured acts;
+what cannot be honoured must keep its default and is refused by name otherwise. The tables in
+`optimizer_fields` decide which; `OptimizerConfig.FIELD_STATUS` is that table.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from megatron_lw.field_status import (
+    FieldStatus,
+    IgnoredSettingWarning,
+    field_problems,
+    raise_problems,
+    require_known,
+    warn_ignored,
+)
+from megatron_lw.optimizer_fields import OPTIMIZER_FIELDS
+
+# Frames between a warning raised in __post_init__ and the line that built the configuration: the
+# method itself and the __init__ that dataclass generates.
+_CALLER = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """Settings of the optimizer; frozen, so change one with `dataclasses.replace`.
+
+    Fields are those of Megatron's class in Megatron's order, then this library's own.
+
+    Raises:
+        ConfigError: a value is out of range, contradicts another, or asks for what is refused; the
+            message lists every such field with its value and the remedy.
+        TypeError: an unknown keyword; `from_mapping` names the nearest field instead.
+    """
+
+    FIELD_STATUS: ClassVar[Mapping[str, FieldStatus]] = OPTIMIZER_FIELDS
+    """Field name -> what becomes of it, with the reason and the remedy."""
+
+    # General
+    lr: float | None = None
+    """Learning rate of every group that names none; None if a scheduler sets it."""
+    min_lr: float | None = None
+    """Lower end of the learning-rate schedule, written into the groups for the scheduler."""
+    decoupled_lr: float | None = None
+    """Learning rate of embedding and output parameters, see `overrides.standard_overrides`."""
+    decoupled_min_lr: float | None = None
+    """Lower end of that schedule; `min_lr` if None."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay: a step takes away lr * weight_decay * wd_mult of a weight."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Whether `overrides.standard_overrides` leaves decay on query and key layer norms."""
+
+    # Precision
+    fp8_recipe: str | None = None
+    """No effect: how a weight is quantised is read from the weight."""
+    fp16: bool = False
+    """Refused: FP16 weights and their loss scale."""
+    bf16: bool = False
+    """Whether half-precision weights are BF16; each keeps an fp32 master."""
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    """Refused: gather quantised weights through the gradient storage."""
+    params_dtype: torch.dtype = torch.float32
+    """dtype the weights were made in; must not contradict `bf16`, and decides nothing else."""
+    use_precision_aware_optimizer: bool = False
+    """Refused: masters, gradients or states in less than fp32."""
+    store_param_remainders: bool = True
+    """No effect: read only with `use_precision_aware_optimizer`."""
+    main_grads_dtype: torch.dtype = torch.float32
+    """dtype of the gradients of the masters; fp32 only."""
+    main_params_dtype: torch.dtype = torch.float32
+    """dtype of the masters; fp32 only."""
+    exp_avg_dtype: torch.dtype = torch.float32
+    """dtype of Adam's first moment; fp32 only."""
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    """dtype of Adam's second moment; fp32 only."""
+
+    optimizer: str = "adam"
+    """Child that steps the matrices: 'adam', or 'muon' (with `muon_scalar_optimizer` for the rest).
+
+    'dist_muon' is an older name of 'muon': it is warned about and reads back as 'muon'.
+    """
+
+    # Loss scaling
+    loss_scale: float | None = None
+    """Refused, as only FP16 training scales its loss; 1 passes."""
+    initial_loss_scale: float = 2.0**32
+    """Refused, as `loss_scale`."""
+    min_loss_scale: float = 1.0
+    """Refused, as `loss_scale`."""
+    loss_scale_window: float = 1000
+    """Refused, as `loss_scale`."""
+    hysteresis: int = 2
+    """Refused, as `loss_scale`."""
+
+    # Adam
+    adam_beta1: float = 0.9
+    """Decay rate of the average of the gradient, in [0, 1)."""
+    adam_beta2: float = 0.999
+    """Decay rate of the average of the squared gradient, in [0, 1)."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment; > 0."""
+    decoupled_weight_decay: bool = True
+    """True only: decay acts on the weight (AdamW), not inside the gradient."""
+
+    # SGD
+    sgd_momentum: float = 0.9
+    """No effect: 'sgd' is refused."""
+
+    # Muon
+    muon_momentum: float = 0.95
+    """Decay rate of the momentum average, in [0, 1). Megatron's command line passes 0.9."""
+    muon_split_qkv: bool = True
+    """No effect: a fused QKV weight is split where blocks are declared for it, else not at all."""
+    muon_nesterov: bool = False
+    """Whether to orthogonalise the momentum one step ahead."""
+    muon_scale_mode: str = "spectral"
+    """Scale of an update from its global shape: 'spectral', 'unit_rms_norm', 'shape_scaling'."""
+    muon_fp32_matmul_prec: str = "medium"
+    """Precision of Newton-Schulz, whose input is the fp32 momentum divided by its norm in fp32.
+
+    'medium': that input is rounded to bf16, every product takes and gives bf16, and the result is
+    widened to fp32. 'high' and 'highest' mean the same: every product takes and gives fp32.
+    torch's process-wide float32 matmul setting is neither read nor set, so it alone says whether a
+    GPU may use TF32 inside those products; by torch's default it may not.
+    """
+    muon_coefficient_type: str = "quintic"
+    """Newton-Schulz coefficients: 'simple', 'quintic', 'polar_express', 'cans', 'aol' or
+    'deepseekv4'.
+    """
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz steps, 1 to 15."""
+    muon_tp_mode: str = "owner"
+    """Who orthogonalises a matrix that is sharded over tensor parallelism: 'owner' only.
+
+    The owner collects the shards and orthogonalises the whole, once: the result is exact and the
+    same for every layout. Megatron's default, 'blockwise', orthogonalises each shard by itself.
+    """
+    muon_extra_scale_factor: float = 1.0
+    """Multiplies the scale of every Muon update; > 0."""
+    muon_scalar_optimizer: str = "adam"
+    """Child for what Muon does not take (embeddings, biases, norms): 'adam' only."""
+
+    # Lion, SOAP, adaptive Muon
+    lion_beta1: float = 0.95
+    """No effect: 'lion' is refused."""
+    lion_beta2: float = 0.98
+    """No effect: 'lion' is refused."""
+    soap_shampoo_beta: float = 0.95
+    """No effect: 'soap' is refused."""
+    soap_precondition_frequency: int = 1
+    """No effect: 'soap' is refused."""
+    soap_use_kl_shampoo: bool = True
+    """No effect: 'soap' is refused."""
+    adaptive_muon_moment2_method: str = "adamuon"
+    """No effect: 'adaptive_muon' is refused."""
+    adaptive_muon_beta2: float = 0.95
+    """No effect: 'adaptive_muon' is refused."""
+    adaptive_muon_eps: float = 1e-8
+    """No effect: 'adaptive_muon' is refused."""
+
+    # Distribution
+    use_distributed_optimizer: bool = False
+    """No effect: state is always spread. Contradicts `use_layer_wise_distributed_optimizer`."""
+    use_layer_wise_distributed_optimizer: bool = False
+    """No effect: the optimizer is always layer-wise, for Adam as for Muon."""
+    overlap_param_gather: bool = False
+    """Refused: overlap the gather of the weights with forward."""
+    overlap_param_gather_with_optimizer_step: bool = False
+    """Refused: gather the first bucket while others are stepped."""
+
+    # Offload
+    optimizer_cpu_offload: bool = False
+    """Refused: keep and step the states on the CPU."""
+    optimizer_offload_fraction: float = 0.0
+    """No effect: read only with `optimizer_cpu_offload`."""
+    use_torch_optimizer_for_cpu_offload: bool = False
+    """No effect: read only with `optimizer_cpu_offload`."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """No effect: read only with `optimizer_cpu_offload`."""
+    pin_cpu_grads: bool = True
+    """No effect: read only with `optimizer_cpu_offload`."""
+    pin_cpu_params: bool = True
+    """No effect: read only with `optimizer_cpu_offload`."""
+
+    # Miscellaneous
+    clip_grad: float = 1.0
+    """Largest global L2 norm of the gradient, above which it is scaled down; 0 for no clipping."""
+    grad_norm_skip_threshold: float = float("inf")
+    """A step whose gradient norm is larger is skipped, also where `clip_grad` is 0."""
+    log_num_zeros_in_grad: bool = False
+    """Whether a step counts the gradient elements that are exactly zero."""
+    barrier_with_L1_time: bool = False
+    """No effect: there are no timers inside a step."""
+    timers: Callable[..., Any] | None = None
+    """No effect: there are no timers inside a step."""
+    config_logger_dir: str = ""
+    """No effect, and warned about: no file is written."""
+    optimizer_cuda_graph: bool = False
+    """Refused: capture the step in a CUDA graph."""
+
+    # This library's own
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    """What a gradient that is not finite on any rank leads to, on every rank: an error that names
+    parameter and rank, or a skipped step that leaves all state bitwise as it was.
+    """
+    adam_backend: Literal["auto", "transformer_engine", "apex", "torch"] = "auto"
+    """Kernel that steps Adam; 'auto' is the first of the three that is installed."""
+
+    def __post_init__(self) -> None:
+        """Check every field, then fields against each other, and warn about what is ignored."""
+        problems = [*self._contradicting_flags(), *field_problems(self, self.FIELD_STATUS)]
+        # Values are compared with each other only once each of them is a number.
+        raise_problems(problems or self._contradicting_values())
+        if self.optimizer == "dist_muon":
+            message = "OptimizerConfig.optimizer='dist_muon' is an older name; pass 'muon'"
+            warnings.warn(message, IgnoredSettingWarning, stacklevel=_CALLER)
+            object.__setattr__(self, "optimizer", "muon")
+        warn_ignored(self, self.FIELD_STATUS, stacklevel=_CALLER + 1)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> OptimizerConfig:
+        """Build from field names and values, say a parsed command line or file.
+
+        Raises:
+            ConfigError: a name is no field (the nearest is suggested) or a value is not allowed.
+        """
+        require_known(cls.__name__, cls.FIELD_STATUS, values)
+        return cls(**values)
+
+    def _contradicting_flags(self) -> Iterator[str]:
+        if self.bf16 and self.fp16:
+            yield (
+                f"OptimizerConfig.bf16={self.bf16!r} and fp16={self.fp16!r} contradict each other; "
+                "drop fp16"
+            )
+        if self.use_distributed_optimizer and self.use_layer_wise_distributed_optimizer:
+            yield (
+                "OptimizerConfig.use_distributed_optimizer=True contradicts "
+                "use_layer_wise_distributed_optimizer=True, as they name two different optimizers; "
+                "drop use_distributed_optimizer"
+            )
+
+    def _contradicting_values(self) -> Iterator[str]:
+        low = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        pairs = (
+            ("min_lr", self.min_lr, "lr", self.lr),
+            ("decoupled_min_lr or min_lr", low, "decoupled_lr", self.decoupled_lr),
+        )
+        for low_name, smallest, high_name, largest in pairs:
+            if smallest is not None and largest is not None and smallest > largest:
+                yield (
+                    f"OptimizerConfig.{low_name}={smallest!r} is above {high_name}={largest!r}; "
+                    "lower the one or raise the other"
+                )
+        if self.decoupled_min_lr is not None and self.decoupled_lr is None:
+            yield (
+                f"OptimizerConfig.decoupled_min_lr={self.decoupled_min_lr!r} needs decoupled_lr, "
+                "which is None; set decoupled_lr or drop decoupled_min_lr"
+            )
+        if self.params_dtype == torch.bfloat16 and not self.bf16:
+            yield (
+                f"OptimizerConfig.params_dtype={self.params_dtype} contradicts bf16=False; "
+                "set bf16=True"
+            )

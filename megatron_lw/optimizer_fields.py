@@ -1,0 +1,163 @@
+"""The table of `OptimizerConfig`: what becomes of each field, with the reason and the remedy.
+
+Field names are those of megatron-core 0.19.2; the last two are this library's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from megatron_lw.field_status import (
+    FieldStatus,
+    flag,
+    honoured,
+    integer,
+    no_effect,
+    number,
+    one_of,
+    refused,
+)
+
+_SCALED = "only FP16 training scales its loss, and FP16 is not supported yet"
+_UNSCALED = "drop it: BF16 and FP32 training runs without a loss scale"
+_STATE_DTYPE = "masters, gradients of the masters and optimizer states are fp32"
+_KEEP_FP32 = "leave it at torch.float32"
+_OFFLOAD = "read only with optimizer_cpu_offload, which is refused"
+_OTHER_OPTIMIZER = "read only by an optimizer that is refused"
+_CHOOSE = "choose 'adam' or 'muon'"
+_OWNER = "every matrix is orthogonalised whole by its owner: drop the setting or pass 'owner'"
+
+OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
+    {
+        "lr": honoured(number(0, optional=True), "learning rate of every group that names none"),
+        "min_lr": honoured(number(0, optional=True), "lower end of the schedule (the scheduler's)"),
+        "decoupled_lr": honoured(
+            number(0, optional=True), "learning rate of embedding and output parameters"
+        ),
+        "decoupled_min_lr": honoured(
+            number(0, optional=True), "lower end of that schedule; min_lr if None"
+        ),
+        "weight_decay": honoured(number(0), "decoupled weight decay, times the group's wd_mult"),
+        "apply_wd_to_qk_layernorm": honoured(
+            flag(), "standard_overrides then leaves decay on the layer norms of queries and keys"
+        ),
+        "fp8_recipe": no_effect("how a weight is quantised is read from the weight"),
+        "fp16": refused(
+            "FP16 needs a loss scale, which is not supported yet", "train in BF16: bf16=True"
+        ),
+        "bf16": honoured(flag(), "half-precision weights are BF16; each has an fp32 master"),
+        "reuse_grad_buf_for_mxfp8_param_ag": refused(
+            "FP8 weights are not supported yet", "drop it and keep the weights in BF16"
+        ),
+        "params_dtype": honoured(
+            one_of(torch.float32, torch.bfloat16),
+            "must not contradict bf16; each weight is published in its own dtype",
+            refuses={torch.float16: "FP16 is not supported yet; use torch.bfloat16 and bf16=True"},
+        ),
+        "use_precision_aware_optimizer": refused(_STATE_DTYPE, "drop it"),
+        "store_param_remainders": no_effect("read only with use_precision_aware_optimizer"),
+        "main_grads_dtype": refused(_STATE_DTYPE, _KEEP_FP32),
+        "main_params_dtype": refused(_STATE_DTYPE, _KEEP_FP32),
+        "exp_avg_dtype": refused(_STATE_DTYPE, _KEEP_FP32),
+        "exp_avg_sq_dtype": refused(_STATE_DTYPE, _KEEP_FP32),
+        "optimizer": honoured(
+            one_of("adam", "muon", "dist_muon"),
+            "the child that steps the matrices; 'dist_muon' is an older name of 'muon'",
+            refuses={
+                "sgd": f"'sgd' is not supported; {_CHOOSE}",
+                "lion": f"'lion' is not supported yet; {_CHOOSE}",
+                "soap": f"'soap' is not supported yet; {_CHOOSE}",
+                "adaptive_muon": f"'adaptive_muon' is not supported yet; {_CHOOSE}",
+            },
+        ),
+        "loss_scale": refused(_SCALED, _UNSCALED, harmless=(1.0,)),
+        "initial_loss_scale": refused(_SCALED, _UNSCALED),
+        "min_loss_scale": refused(_SCALED, _UNSCALED),
+        "loss_scale_window": refused(_SCALED, _UNSCALED),
+        "hysteresis": refused(_SCALED, _UNSCALED),
+        "adam_beta1": honoured(number(0, 1), "decay rate of Adam's first moment"),
+        "adam_beta2": honoured(number(0, 1), "decay rate of Adam's second moment"),
+        "adam_eps": honoured(number(0, open_low=True), "added to the root of the second moment"),
+        "decoupled_weight_decay": refused(
+            "weight decay inside the gradient (L2) is not supported",
+            "leave it at True (AdamW) or set weight_decay=0",
+        ),
+        "sgd_momentum": no_effect(_OTHER_OPTIMIZER),
+        "muon_momentum": honoured(number(0, 1), "decay rate of Muon's momentum average"),
+        "muon_split_qkv": no_effect("a parameter is split where blocks are declared for it"),
+        "muon_nesterov": honoured(flag(), "orthogonalise the momentum one step ahead"),
+        "muon_scale_mode": honoured(
+            one_of("spectral", "unit_rms_norm", "shape_scaling"),
+            "how the scale of an update follows from the shape of the global matrix",
+        ),
+        "muon_fp32_matmul_prec": honoured(
+            one_of("medium", "high", "highest"),
+            "'medium': Newton-Schulz in bf16; 'high' and 'highest': in fp32",
+            refuses={"low": "torch has no such precision; pass 'medium' for bf16"},
+        ),
+        "muon_coefficient_type": honoured(
+            one_of("simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"),
+            "coefficients of the Newton-Schulz polynomial",
+            refuses={
+                "cubic5": "'cubic5' is not supported yet; choose 'quintic'",
+                "custom": "coefficients of one's own are not supported yet; choose 'quintic'",
+            },
+        ),
+        "muon_num_ns_steps": honoured(integer(1, 15), "Newton-Schulz steps"),
+        "muon_tp_mode": honoured(
+            one_of("owner"),
+            "one rank, the owner, orthogonalises the whole of a matrix that is cut or sharded",
+            refuses={"duplicated": _OWNER, "distributed": _OWNER, "blockwise": _OWNER},
+            differs="'blockwise' orthogonalises shards apart, so a result depends on the layout",
+        ),
+        "muon_extra_scale_factor": honoured(
+            number(0, open_low=True), "multiplies the scale of every Muon update"
+        ),
+        "muon_scalar_optimizer": honoured(
+            one_of("adam"),
+            "the child that steps what Muon does not take",
+            refuses={"lion": "'lion' is not supported yet; leave it at 'adam'"},
+        ),
+        "lion_beta1": no_effect(_OTHER_OPTIMIZER),
+        "lion_beta2": no_effect(_OTHER_OPTIMIZER),
+        "soap_shampoo_beta": no_effect(_OTHER_OPTIMIZER),
+        "soap_precondition_frequency": no_effect(_OTHER_OPTIMIZER),
+        "soap_use_kl_shampoo": no_effect(_OTHER_OPTIMIZER),
+        "adaptive_muon_moment2_method": no_effect(_OTHER_OPTIMIZER),
+        "adaptive_muon_beta2": no_effect(_OTHER_OPTIMIZER),
+        "adaptive_muon_eps": no_effect(_OTHER_OPTIMIZER),
+        "use_distributed_optimizer": no_effect("state is always spread over data-parallel ranks"),
+        "use_layer_wise_distributed_optimizer": no_effect("the optimizer is always layer-wise"),
+        "overlap_param_gather": refused(
+            "a gather that overlaps with forward is not supported yet", "drop it"
+        ),
+        "overlap_param_gather_with_optimizer_step": refused(
+            "a bucket is published after every child has stepped what it holds", "drop it"
+        ),
+        "optimizer_cpu_offload": refused("states stay on the device of the weights", "drop it"),
+        "optimizer_offload_fraction": no_effect(_OFFLOAD),
+        "use_torch_optimizer_for_cpu_offload": no_effect(_OFFLOAD),
+        "overlap_cpu_optimizer_d2h_h2d": no_effect(_OFFLOAD),
+        "pin_cpu_grads": no_effect(_OFFLOAD),
+        "pin_cpu_params": no_effect(_OFFLOAD),
+        "clip_grad": honoured(number(0), "largest global L2 norm of the gradient; 0: no clipping"),
+        "grad_norm_skip_threshold": honoured(
+            number(0, open_low=True, infinite=True), "a step with a larger norm is skipped"
+        ),
+        "log_num_zeros_in_grad": honoured(flag(), "count gradient elements that are exactly zero"),
+        "barrier_with_L1_time": no_effect("the step has no timers inside"),
+        "timers": no_effect("the step has no timers inside; use torch.profiler"),
+        "config_logger_dir": no_effect("no file is written; print the configuration", warn=True),
+        "optimizer_cuda_graph": refused("a step waits for collectives on the host", "drop it"),
+        "on_nonfinite": honoured(
+            one_of("raise", "skip"), "what happens when a gradient is not finite on any rank"
+        ),
+        "adam_backend": honoured(
+            one_of("auto", "transformer_engine", "apex", "torch"),
+            "the kernel that steps Adam; 'auto' takes the first of these that is installed",
+        ),
+    }
+)
