@@ -1,0 +1,177 @@
+"""Storage of one bucket, and the state that says what it holds.
+
+Parameters are views into the bucket's weight storage, `main_grad` views into its gradient storage.
+Both are allocated once; addresses never change. What a bucket's storage holds at any moment is an
+enum; a move that would mix two contents raises instead of corrupting a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+import torch
+from torch import nn
+
+from megatron_lw.distributed.collectives import Handle, own_row
+from megatron_lw.distributed.group import Group
+from megatron_lw.errors import StateError
+from megatron_lw.optimizer.describe import bind_main_grad
+from megatron_lw.optimizer.layout import BucketLayout
+
+
+class GradState(Enum):
+    """What the gradient storage of a bucket holds."""
+
+    EMPTY = "zeros"
+    ACCUMULATING = "gradients of this rank"
+    REDUCING = "gradients on their way to their rows"
+    REDUCED = "this rank's row of reduced gradients"
+    SPENT = "a row that a step has used"
+
+
+class WeightState(Enum):
+    """How the weight storage of a bucket relates to the masters."""
+
+    PUBLISHED = "equal to the masters on every rank"
+    GATHERING = "rows on their way to every rank"
+
+
+class BucketBuffer:
+    """Weights and gradients of one bucket on this rank.
+
+    Attributes:
+        layout: where each parameter lies.
+        names: global names, in the order of `layout.params`.
+        group: the reduce group; the bucket has one row for each of its ranks.
+        divisor: what the summed gradient is divided by (the number of ranks averaged over).
+        grads: gradient storage, grad dtype, `[layout.numel]`.
+        grad_state: what `grads` holds.
+        weight_state: how the weights relate to the masters.
+        handle: the reduce under way.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        names: tuple[str, ...],
+        params: Mapping[str, nn.Parameter],
+        group: Group,
+        *,
+        divisor: int,
+        grad_dtype: torch.dtype,
+    ) -> None:
+        self.layout = layout
+        self.names = names
+        self.group = group
+        self.divisor = divisor
+        self.grad_state = GradState.EMPTY
+        self.weight_state = WeightState.PUBLISHED
+        self.handle = Handle()
+        self._params = {name: params[name] for name in names}
+        device = self._params[names[0]].device
+        self.grads = torch.zeros(layout.numel, dtype=grad_dtype, device=device)
+        self._main_grads = {
+            name: self.grads[start : start + param.numel()].view(param.shape)
+            for (name, param), start in zip(self._params.items(), layout.offsets, strict=True)
+        }
+        self.weights = self._adopt_weights()
+        for name, param in self._params.items():
+            bind_main_grad(param, self._main_grads[name])
+
+    @property
+    def params(self) -> Mapping[str, nn.Parameter]:
+        """Global name -> parameter, in the order in which they lie."""
+        return self._params
+
+    @property
+    def grad_row(self) -> torch.Tensor:
+        """This rank's row of the gradient storage. Aliases `grads`; valid once REDUCED."""
+        return own_row(self.grads, self.group)
+
+    def add_gradient(self, name: str, grad: torch.Tensor | None) -> None:
+        """Add a gradient that autograd produced; None if the layer has added it itself.
+
+        Raises:
+            StateError: the storage holds a reduced row, which a new gradient would spoil.
+        """
+        if self.grad_state not in (GradState.EMPTY, GradState.ACCUMULATING):
+            raise StateError(
+                f"a gradient of {name!r} arrived while its bucket holds {self.grad_state.value}; "
+                "call zero_grad() before the next backward, and no_sync() around all backwards of "
+                "a step but the last"
+            )
+        self.grad_state = GradState.ACCUMULATING
+        if grad is not None:
+            self._main_grads[name].add_(grad.to_dense() if grad.is_sparse else grad)
+
+    def begin_reduce(self) -> None:
+        """Move to REDUCING.
+
+        Raises:
+            StateError: the gradients are being reduced, are reduced, or are spent.
+        """
+        if self.grad_state not in (GradState.EMPTY, GradState.ACCUMULATING):
+            raise StateError(
+                f"bucket of {self.names[0]!r} cannot be reduced: it holds {self.grad_state.value}; "
+                "call zero_grad() before the next backward"
+            )
+        self.grad_state = GradState.REDUCING
+
+    def end_reduce(self) -> None:
+        """Wait for the reduce under way and move to REDUCED."""
+        self._expect(GradState.REDUCING, "finish its reduce")
+        self.handle.wait()
+        self.grad_state = GradState.REDUCED
+
+    def spend(self) -> None:
+        """Mark the reduced row as used by a step.
+
+        Raises:
+            StateError: it was used already, or is not reduced.
+        """
+        self._expect(GradState.REDUCED, "be stepped")
+        self.grad_state = GradState.SPENT
+
+    def clear(self) -> None:
+        """Zero the gradients, waiting for a reduce under way first."""
+        self.handle.wait()
+        if self.grad_state is not GradState.EMPTY:
+            self.grads.zero_()
+            self.grad_state = GradState.EMPTY
+
+    def _expect(self, state: GradState, what: str) -> None:
+        if self.grad_state is not state:
+            raise StateError(
+                f"bucket of {self.names[0]!r} cannot {what}: it holds {self.grad_state.value}; "
+                "call zero_grad() and backward() before each step()"
+            )
+
+    def _adopt_weights(self) -> torch.Tensor | None:
+        """Move the parameters into contiguous storage of their own dtype.
+
+        Returns:
+            The weight storage with one row a rank, where all parameters have one dtype; None where
+            they differ: such a bucket travels in a packed wire (see `gather.py`).
+        """
+        dtypes = {param.dtype for param in self._params.values()}
+        if len(dtypes) == 1:
+            like = self._params[self.names[0]]
+            weights = torch.zeros(self.layout.numel, dtype=like.dtype, device=like.device)
+            for param, start in zip(self._params.values(), self.layout.offsets, strict=True):
+                _move(param, weights[start : start + param.numel()])
+            return weights
+        for dtype in dtypes:
+            members = [p for p in self._params.values() if p.dtype == dtype]
+            sizes = [p.numel() for p in members]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=members[0].device)
+            for param, part in zip(members, flat.split(sizes), strict=True):
+                _move(param, part)
+        return None
+
+
+def _move(param: nn.Parameter, flat: torch.Tensor) -> None:
+    """Copy a parameter into `flat` and make it a view of it, keeping the object and its hooks."""
+    view = flat.view(param.shape)
+    view.copy_(param.detach())
+    param.data = view

@@ -1,0 +1,250 @@
+"""The only module that calls `torch.distributed`.
+
+Every function takes a `Group` explicitly, so no default process group is ever used, and counts the
+call and the bytes sent in `group.traffic`. A group of one is served by local copies: the calls are
+counted there too, so the sequence of collectives is the same for any world size.
+
+Names that change between torch releases are chosen once, here: torch 2.13 deprecates
+`all_gather_into_tensor` and `reduce_scatter_tensor` in favour of `*_single`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from megatron_lw.distributed.group import Group
+from megatron_lw.errors import ConfigError, LayerWiseError
+
+ReduceOp = Literal["sum", "max", "min"]
+T = TypeVar("T")
+
+_OPS: dict[ReduceOp, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+_all_gather: Callable[..., Any] = vars(dist).get("all_gather_single") or (
+    dist.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., Any] = vars(dist).get("reduce_scatter_single") or (
+    dist.reduce_scatter_tensor
+)
+
+
+class Handle:
+    """A collective that may still be under way. `wait` makes its result usable; twice is once."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Any | None = None) -> None:
+        self._work = work
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether `wait` has not been called yet."""
+        return self._work is not None
+
+    def wait(self) -> None:
+        """Block (on GPU: the current stream) until the result is there."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+def is_initialised() -> bool:
+    """Whether `torch.distributed` has been initialised in this process."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_rank_and_size() -> tuple[int, int]:
+    """This process's global rank and the world size; (0, 1) where torch.distributed is not used."""
+    return (dist.get_rank(), dist.get_world_size()) if is_initialised() else (0, 1)
+
+
+def adopt(name: str, handle: dist.ProcessGroup) -> Group:
+    """A `Group` for a torch process group that somebody else made.
+
+    Raises:
+        ConfigError: this process is not a member of `handle`.
+    """
+    ranks = tuple(dist.get_process_group_ranks(handle))
+    mine = dist.get_rank()
+    if mine not in ranks:
+        raise ConfigError(f"group {name!r}: rank {mine} is not among its ranks {ranks}")
+    return Group(name, ranks, ranks.index(mine), handle)
+
+
+def create_partition(name: str, partition: Sequence[Sequence[int]]) -> Group:
+    """Make one process group for each part and return the one that holds this rank.
+
+    Collective over the world: every rank must pass the same partition, in the same order. Parts of
+    one rank get no process group.
+
+    Raises:
+        ConfigError: no part holds this rank.
+    """
+    mine, _ = world_rank_and_size()
+    found: Group | None = None
+    for part in partition:
+        handle = dist.new_group(list(part)) if len(part) > 1 else None
+        if mine in part:
+            found = Group(name, tuple(part), list(part).index(mine), handle)
+    if found is None:
+        raise ConfigError(f"group {name!r}: rank {mine} is in no part of {partition}")
+    return found
+
+
+def reduce_scatter_rows(buffer: torch.Tensor, group: Group, *, async_op: bool = False) -> Handle:
+    """Sum a buffer of `group.size` equal rows over the ranks; row `rank` receives the sum, in place.
+
+    The other rows hold undefined values afterwards.
+
+    Args:
+        buffer: any dtype, [group.size * row_numel], contiguous.
+        group: the ranks that reduce.
+        async_op: return before the result is there.
+
+    Collective: reduce-scatter (sum) over `group`.
+    """
+    row = own_row(buffer, group)
+    group.traffic.add("reduce_scatter", (buffer.numel() - row.numel()) * buffer.element_size())
+    if group.handle is None:
+        return Handle()
+    return Handle(_reduce_scatter(row, buffer, group=group.handle, async_op=async_op))
+
+
+def all_gather_rows(buffer: torch.Tensor, group: Group, *, async_op: bool = False) -> Handle:
+    """Fill a buffer of `group.size` equal rows from each rank's own row, in place.
+
+    Args:
+        buffer: any dtype but float8 (send those as uint8), [group.size * row_numel], contiguous.
+        group: the ranks that gather.
+        async_op: return before the result is there.
+
+    Collective: all-gather over `group`.
+    """
+    row = own_row(buffer, group)
+    group.traffic.add("all_gather", (group.size - 1) * row.numel() * row.element_size())
+    if group.handle is None:
+        return Handle()
+    return Handle(_all_gather(buffer, row, group=group.handle, async_op=async_op))
+
+
+def own_row(buffer: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's row of a buffer of `group.size` equal rows (a view).
+
+    Raises:
+        ConfigError: the buffer does not divide into equal rows.
+    """
+    row_numel, rest = divmod(buffer.numel(), group.size)
+    if rest:
+        raise ConfigError(
+            f"a buffer of {buffer.numel()} elements has no {group.size} equal rows "
+            f"(group {group.name!r})"
+        )
+    return buffer.view(-1).narrow(0, group.rank * row_numel, row_numel)
+
+
+def all_to_all(
+    output: torch.Tensor,
+    input_: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    group: Group,
+    *,
+    async_op: bool = False,
+) -> Handle:
+    """Send a run of `input_` to each rank and receive a run of `output` from each.
+
+    Args:
+        output: [sum(output_splits)], contiguous, written.
+        input_: [sum(input_splits)], contiguous, same dtype.
+        output_splits: elements received from each rank of the group.
+        input_splits: elements sent to each rank of the group.
+        group: the ranks that exchange.
+        async_op: return before the result is there.
+
+    Collective: all-to-all over `group`; every rank calls it, also with nothing to send.
+    """
+    sent = sum(input_splits) - input_splits[group.rank]
+    group.traffic.add("all_to_all", sent * input_.element_size())
+    if group.handle is None:
+        output.copy_(input_)
+        return Handle()
+    work = dist.all_to_all_single(
+        output, input_, list(output_splits), list(input_splits), group.handle, async_op
+    )
+    return Handle(work)
+
+
+def all_reduce(tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> None:
+    """Reduce a tensor over the ranks, in place.
+
+    Collective: all-reduce over `group`.
+    """
+    nbytes = 2 * (group.size - 1) * tensor.numel() * tensor.element_size() // group.size
+    group.traffic.add("all_reduce", nbytes)
+    if group.handle is not None:
+        dist.all_reduce(tensor, _OPS[op], group=group.handle)
+
+
+def all_gather_objects(obj: Any, group: Group) -> list[Any]:
+    """Each rank's object, in group order. For construction and error paths only.
+
+    Collective: all-gather of pickled objects over `group`.
+    """
+    group.traffic.add("all_gather_object", 0)
+    if group.handle is None:
+        return [obj]
+    gathered: list[Any] = [None] * group.size
+    dist.all_gather_object(gathered, obj, group=group.handle)
+    return gathered
+
+
+def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
+    """Copy a tensor from the group's rank `source` to the others, in place.
+
+    Collective: broadcast over `group`.
+    """
+    nbytes = tensor.numel() * tensor.element_size() if group.rank == source else 0
+    group.traffic.add("broadcast", nbytes)
+    if group.handle is not None:
+        dist.broadcast(tensor, src=group.ranks[source], group=group.handle)
+
+
+def agree_or_raise(problem: Exception | None, group: Group) -> None:
+    """Raise on every rank when any rank has a problem: the lowest rank's, with its rank named.
+
+    A check that can fail on one rank only goes through here, so that no rank is left waiting.
+
+    Collective: all-gather of pickled objects over `group`.
+
+    Raises:
+        Exception: of the type that the failing rank had.
+    """
+    problems = all_gather_objects(problem, group)
+    for rank, found in zip(group.ranks, problems, strict=True):
+        if found is not None:
+            raise type(found)(f"[rank {rank}] {found}") from problem
+
+
+def attempt(check: Callable[[], T], group: Group) -> T:
+    """Run a check or construction that may fail on one rank only; it then raises on every rank.
+
+    Collective: all-gather of pickled objects over `group`.
+
+    Raises:
+        LayerWiseError: what `check` raised, here or on another rank.
+    """
+    result: T | None = None
+    problem: LayerWiseError | None = None
+    try:
+        result = check()
+    except LayerWiseError as error:
+        problem = error
+    agree_or_raise(problem, group)
+    return cast(T, result)

@@ -1,0 +1,197 @@
+"""The model wrapper: gradients land in bucket storage; buckets are reduced and gathered from here.
+
+Wrapping describes nothing yet and moves nothing: `get_megatron_optimizer` decides which parameter
+lies where and then calls `attach`. Until then the module behaves as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron_lw.ddp_config import DDPConfig
+from megatron_lw.distributed import collectives, reduce
+from megatron_lw.distributed.buffers import BucketBuffer, GradState
+from megatron_lw.distributed.gather import Publisher
+from megatron_lw.errors import ConfigError, StateError
+from megatron_lw.groups import ParallelGroups
+from megatron_lw.optimizer.describe import take_gradient
+from megatron_lw.optimizer.names import NameMap
+
+
+class DistributedDataParallel(nn.Module):
+    """A module whose gradients are reduced into rows and whose weights are gathered from rows.
+
+    Args:
+        module: the model, or one pipeline chunk of it.
+        groups: every process group by name.
+        config: buckets and dtypes.
+        names: local to global parameter names; needed where chunks or stages repeat names.
+
+    Gradients live in one place: `param.main_grad`, a view of the bucket's storage, valid on every
+    rank until the reduce and only in this rank's row after it. `param.grad` is None after backward.
+
+    Raises:
+        ConfigError: `module` is already wrapped or has nothing to train.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: ParallelGroups,
+        config: DDPConfig | None = None,
+        *,
+        names: NameMap | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(module, DistributedDataParallel):
+            raise ConfigError("the module is already wrapped in DistributedDataParallel")
+        self.module = module
+        self.groups = groups
+        self.ddp_config = config or DDPConfig()
+        self.names = names or NameMap()
+        self._buckets: tuple[BucketBuffer, ...] = ()
+        self._hooks: list[RemovableHandle] = []
+        self._sync = True
+        self._reduced = False
+        self._publishers: tuple[Publisher, ...] = ()
+        self._attached = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+        return self.module(*args, **kwargs)
+
+    @property
+    def buckets(self) -> tuple[BucketBuffer, ...]:
+        """The bucket storage, in the order in which backward completes the buckets."""
+        return self._buckets
+
+    def named_global_parameters(self, chunk: int = 0) -> Iterator[tuple[str, nn.Parameter]]:
+        """Global name and parameter, frozen ones included."""
+        for name, param in self.module.named_parameters():
+            yield self.names.to_global(chunk, name), param
+
+    def attach(self, buckets: Sequence[BucketBuffer]) -> None:
+        """Take the buckets that hold this module's parameters, in place of earlier ones.
+
+        Args:
+            buckets: storage in backward order.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [self.module.register_load_state_dict_post_hook(self._after_load)]
+        self._buckets = tuple(buckets)
+        self._publishers = ()
+        self._reduced = False
+        for bucket in self._buckets:
+            for name, param in bucket.params.items():
+                hook = param.register_post_accumulate_grad_hook(_land_gradient(bucket, name))
+                self._hooks.append(hook)
+
+    def attach_publishers(self, publishers: Sequence[Publisher]) -> None:
+        """Take what gathers the weights of this module's buckets, in the same order."""
+        self._publishers = tuple(publishers)
+        self._attached = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it backward only accumulates; use it for all micro-batches of a step but the last."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def zero_grad_buffer(self) -> None:
+        """Zero all gradient storage; call it (or `optimizer.zero_grad`) before each step's backward."""
+        for bucket in self._buckets:
+            bucket.clear()
+        self._reduced = False
+
+    def finish_grad_sync(self) -> None:
+        """Reduce every bucket into its rows; `optimizer.step` calls it if nobody has.
+
+        Collective: one reduce-scatter a bucket over its reduce group, on every rank.
+
+        Raises:
+            StateError: called within `no_sync`, or the module has no optimizer yet.
+        """
+        self._require_optimizer()
+        if not self._sync:
+            raise StateError("finish_grad_sync called within no_sync(): leave it first")
+        if self._reduced:
+            return
+        for bucket in self._buckets:
+            reduce.finish_reduce(bucket)
+        self._reduced = True
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what the gradient storage holds: whole buckets before the reduce, rows after."""
+        for bucket in self._buckets:
+            reduced = bucket.grad_state in (GradState.REDUCED, GradState.SPENT)
+            (bucket.grad_row if reduced else bucket.grads).mul_(factor)
+
+    def start_param_sync(self) -> None:
+        """Publish the masters; changes nothing where the weights are published already.
+
+        Collective: one all-gather a bucket over its reduce group, on every rank.
+
+        Raises:
+            StateError: the module has no optimizer yet.
+        """
+        self._require_optimizer()
+        for publisher in self._publishers:
+            publisher.start()
+            publisher.wait_and_land()
+
+    def reload_masters(self) -> None:
+        """Set the masters from the weights, after weights were loaded into the module."""
+        for publisher in self._publishers:
+            publisher.master.seed()
+
+    def broadcast_params(self) -> None:
+        """Make replicas equal: every parameter and buffer as the first rank of its group has it.
+
+        Collective: one broadcast a bucket over its reduce group, one a frozen parameter or
+        floating-point buffer over `groups.dp`.
+        """
+        managed = {id(p) for bucket in self._buckets for p in bucket.params.values()}
+        for bucket in self._buckets:
+            tensors = [bucket.weights] if bucket.weights is not None else list(bucket.params.values())
+            for tensor in tensors:
+                collectives.broadcast(tensor.detach(), bucket.group)
+        rest = [p for p in self.module.parameters() if id(p) not in managed]
+        for tensor in [*rest, *self.module.buffers()]:
+            collectives.broadcast(tensor.detach(), self.groups.dp)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's state dict, without a prefix of ours."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load weights into the wrapped module; the masters follow them."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def _after_load(self, *_: Any) -> None:
+        self.reload_masters()
+
+    def _require_optimizer(self) -> None:
+        if not self._attached:
+            raise StateError(
+                "the wrapped module has no optimizer yet: call get_megatron_optimizer first"
+            )
+
+
+def _land_gradient(bucket: BucketBuffer, name: str) -> Callable[[torch.Tensor], None]:
+    """The hook that moves a parameter's gradient into its bucket when autograd has finished it."""
+
+    def hook(param: torch.Tensor) -> None:
+        if isinstance(param, nn.Parameter):
+            bucket.add_gradient(name, take_gradient(param))
+
+    return hook

@@ -1,0 +1,135 @@
+"""Publish: the new weights from the masters' rows to the model on every rank.
+
+Three functions do it, in this order for each bucket, whether or not anything overlaps: `start` casts
+the row and sends it, `wait` waits, `land` copies what arrived into the model. A bucket whose
+parameters have one dtype is gathered in place, in its weight storage, and has nothing to land. A
+bucket of several dtypes travels packed: each row is the bytes of its slots, one after another, each
+in its own dtype (an FP32 weight stays FP32), all rows padded to the longest.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from megatron_lw.distributed.buffers import BucketBuffer, WeightState
+from megatron_lw.distributed.collectives import Handle, all_gather_rows, own_row
+from megatron_lw.optimizer.layout import Slot
+from megatron_lw.optimizer.masters import MasterRow
+
+_WIRE_ALIGNMENT = 16
+
+
+class Wire(Protocol):
+    """How one bucket's rows travel."""
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """What is gathered: `[D * row]`, this rank's row filled by `stage`."""
+
+    def stage(self, master: torch.Tensor) -> None:
+        """Cast the fp32 master row into this rank's row of the buffer."""
+
+    def land(self) -> None:
+        """Copy what arrived into the parameters."""
+
+
+class InPlaceWire:
+    """The weight storage itself, for a bucket of one dtype."""
+
+    def __init__(self, bucket: BucketBuffer, weights: torch.Tensor) -> None:
+        self.buffer = weights
+        self._row = own_row(weights, bucket.group)
+
+    def stage(self, master: torch.Tensor) -> None:
+        """Cast the row; a cast from fp32 rounds to nearest even."""
+        self._row.copy_(master)
+
+    def land(self) -> None:
+        """Nothing to do: the parameters are views of what was gathered."""
+
+
+class PackedWire:
+    """A byte buffer for a bucket of several dtypes."""
+
+    def __init__(self, bucket: BucketBuffer) -> None:
+        self._own: list[tuple[Slot, torch.Tensor]] = []
+        self._landings: list[tuple[torch.Tensor, torch.Tensor]] = []
+        params = dict(zip(bucket.layout.params, bucket.params.values(), strict=True))
+        offsets, row_nbytes = _packed_offsets(bucket)
+        self.buffer = torch.zeros(
+            row_nbytes * bucket.group.size, dtype=torch.uint8, device=bucket.grads.device
+        )
+        for row, slots in enumerate(bucket.layout.slots):
+            for slot, offset in zip(slots, offsets[row], strict=True):
+                param = params[slot.param].detach().view(-1)
+                start = row * row_nbytes + offset
+                nbytes = slot.numel * param.element_size()
+                wire = self.buffer[start : start + nbytes].view(param.dtype)
+                place = param[slot.param_start : slot.param_start + slot.numel]
+                self._landings.append((place, wire))
+                if row == bucket.group.rank:
+                    self._own.append((slot, wire))
+
+    def stage(self, master: torch.Tensor) -> None:
+        """Cast each slot of the row to its parameter's dtype."""
+        for slot, wire in self._own:
+            wire.copy_(master[slot.row_start : slot.row_start + slot.numel])
+
+    def land(self) -> None:
+        """Copy every slot, this rank's too, into the parameters."""
+        for place, wire in self._landings:
+            place.copy_(wire)
+
+
+def wire_for(bucket: BucketBuffer) -> Wire:
+    """The cheapest wire that gives every rank `dtype(master)` for each parameter."""
+    if bucket.weights is not None:
+        return InPlaceWire(bucket, bucket.weights)
+    return PackedWire(bucket)
+
+
+class Publisher:
+    """Publishes one bucket: master row, wire and the bucket's state together."""
+
+    def __init__(self, master: MasterRow) -> None:
+        self.master = master
+        self.bucket = master.bucket
+        self.wire = wire_for(master.bucket)
+        self.handle = Handle()
+
+    @torch.no_grad()
+    def start(self, *, async_op: bool = False) -> None:
+        """Cast this rank's row and send it.
+
+        Collective: all-gather over the bucket's reduce group.
+        """
+        self.wire.stage(self.master.row)
+        self.bucket.weight_state = WeightState.GATHERING
+        self.handle = all_gather_rows(self.wire.buffer, self.bucket.group, async_op=async_op)
+
+    @torch.no_grad()
+    def wait_and_land(self) -> None:
+        """Wait for the rows of all ranks and put them into the model."""
+        if self.bucket.weight_state is WeightState.GATHERING:
+            self.handle.wait()
+            self.wire.land()
+            self.bucket.weight_state = WeightState.PUBLISHED
+
+
+def _packed_offsets(bucket: BucketBuffer) -> tuple[list[list[int]], int]:
+    """Byte offset of each slot inside its row, and the common row length in bytes."""
+    params = dict(zip(bucket.layout.params, bucket.params.values(), strict=True))
+    offsets: list[list[int]] = []
+    longest = _WIRE_ALIGNMENT
+    for slots in bucket.layout.slots:
+        cursor = 0
+        row: list[int] = []
+        for slot in slots:
+            row.append(cursor)
+            nbytes = slot.numel * params[slot.param].element_size()
+            cursor += -(-nbytes // _WIRE_ALIGNMENT) * _WIRE_ALIGNMENT
+        offsets.append(row)
+        longest = max(longest, cursor)
+    return offsets, longest

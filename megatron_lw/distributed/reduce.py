@@ -1,0 +1,31 @@
+"""Gradients to their rows: one reduce-scatter a bucket, then the average.
+
+The sum is divided after the reduction, on the row alone: integer-valued gradients then give the same
+bits on any number of ranks, and only 1/D of the elements is touched.
+"""
+
+from __future__ import annotations
+
+from megatron_lw.distributed.buffers import BucketBuffer, GradState
+from megatron_lw.distributed.collectives import reduce_scatter_rows
+
+
+def start_reduce(bucket: BucketBuffer, *, async_op: bool = False) -> None:
+    """Send the bucket's gradients to their rows.
+
+    Collective: reduce-scatter (sum) over `bucket.group`.
+    """
+    bucket.begin_reduce()
+    bucket.handle = reduce_scatter_rows(bucket.grads, bucket.group, async_op=async_op)
+
+
+def finish_reduce(bucket: BucketBuffer) -> None:
+    """Start the reduce if it has not been started, wait for it and average the row.
+
+    After it the bucket is REDUCED and `bucket.grad_row` holds the mean gradient.
+    """
+    if bucket.grad_state is not GradState.REDUCING:
+        start_reduce(bucket)
+    bucket.end_reduce()
+    if bucket.divisor != 1:
+        bucket.grad_row.div_(bucket.divisor)

@@ -1,0 +1,1 @@
+"""From a model to a plan, and the step that follows it."""

@@ -1,0 +1,102 @@
+"""`get_megatron_optimizer`: the edge where settings and model become an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megatron_lw.config import OptimizerConfig
+from megatron_lw.distributed.ddp import DistributedDataParallel
+from megatron_lw.errors import ConfigError
+from megatron_lw.fp8.te import load_fused_adam
+from megatron_lw.groups import ParallelGroups
+from megatron_lw.optimizer.build import Runtime, build_runtime
+from megatron_lw.optimizer.children.adam_backends import AdamBackend, resolve_adam_backend
+from megatron_lw.optimizer.routing import ExplicitGroup
+from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer
+from megatron_lw.overrides import ParamGroupOverride, ParamKey
+
+
+
+def get_megatron_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: ParallelGroups | None = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> LayerWiseDistributedOptimizer:
+    """Build the layer-wise distributed optimizer for a model; the signature is Megatron's.
+
+    Args:
+        config: settings; see `OptimizerConfig` for which of Megatron's fields are honoured.
+        model_chunks: the model, or its pipeline chunks, each wrapped in
+            `megatron_lw.DistributedDataParallel`.
+        config_overrides: settings for the parameters that a key matches;
+            `megatron_lw.standard_overrides(config)` (no decay for biases and vectors) if None.
+        use_gloo_process_groups: has no effect: no further process groups are made.
+        pg_collection: the process groups; those that the model was wrapped with if None.
+        dump_param_to_param_group_map: a file that rank 0 writes the routing report to.
+
+    Collective: see `build_runtime`; every rank calls it with the same settings.
+
+    Raises:
+        ConfigError: a setting, a tag or the model cannot be honoured.
+        PlanMismatchError: ranks hold different models or settings.
+    """
+    chunks = _wrapped(model_chunks)
+    groups = chunks[0].groups if pg_collection is None else pg_collection
+    _check_groups(chunks, groups)
+
+    def resolve_backend(device: torch.device) -> AdamBackend:
+        return resolve_adam_backend(config.adam_backend, device, load_fused_adam)
+
+    def rebuild(explicit: Sequence[ExplicitGroup]) -> Runtime:
+        return build_runtime(config, chunks, groups, config_overrides, resolve_backend, explicit)
+
+    optimizer = LayerWiseDistributedOptimizer(config, chunks, groups, rebuild)
+    if dump_param_to_param_group_map is not None and groups.world.rank == 0:
+        Path(dump_param_to_param_group_map).write_text(optimizer.routing_report() + "\n")
+    return optimizer
+
+
+def _wrapped(model_chunks: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    """The chunks, once each is known to be wrapped by us and to agree on its settings."""
+    if isinstance(model_chunks, nn.Module):
+        raise ConfigError("model_chunks must be a list of wrapped modules: pass [model]")
+    chunks: list[DistributedDataParallel] = []
+    for index, chunk in enumerate(model_chunks):
+        if not isinstance(chunk, DistributedDataParallel):
+            raise ConfigError(
+                f"model_chunks[{index}] is a {type(chunk).__name__}, not wrapped: wrap it in "
+                "megatron_lw.DistributedDataParallel(module, groups) first"
+            )
+        chunks.append(chunk)
+    if not chunks:
+        raise ConfigError("model_chunks is empty: pass at least one wrapped module")
+    if any(chunk.ddp_config != chunks[0].ddp_config for chunk in chunks):
+        raise ConfigError("model_chunks are wrapped with different DDPConfig settings")
+    return chunks
+
+
+def _check_groups(chunks: Sequence[DistributedDataParallel], groups: ParallelGroups) -> None:
+    """Refuse groups that the chunks were not wrapped with, and parallelism that is to come."""
+    if any(chunk.groups is not groups for chunk in chunks):
+        raise ConfigError(
+            "pg_collection is not the ParallelGroups that the model chunks were wrapped with"
+        )
+    sizes = {
+        "tp": groups.tp.size,
+        "expert_tp": groups.expert_tp.size,
+        "ep": groups.ep.size,
+        "pp": groups.pp.size,
+    }
+    for name, size in sizes.items():
+        if size > 1:
+            raise ConfigError(
+                f"group {name!r} has {size} ranks: only data parallelism (with context "
+                "parallelism) is supported yet; see docs/limits.md"
+            )

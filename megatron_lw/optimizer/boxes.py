@@ -1,0 +1,75 @@
+"""Boxes: which part of a local tensor is which part of the global one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lw.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An axis-aligned part of a tensor: `start[d] <= index[d] < start[d] + shape[d]`."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BoxPair:
+    """One box of the local tensor and the box of the global tensor that it is; equal shapes."""
+
+    local: Box
+    world: Box
+
+
+def tensor_parallel_boxes(
+    name: str,
+    local_shape: tuple[int, ...],
+    tp_dim: int | None,
+    blocks: tuple[int, ...] | None,
+    tp_size: int,
+    tp_rank: int,
+) -> tuple[tuple[int, ...], tuple[BoxPair, ...]]:
+    """Global shape and local-to-global boxes of a parameter divided over tensor parallelism.
+
+    Args:
+        name: for messages.
+        local_shape: shape on this rank.
+        tp_dim: the divided dimension, or None for a replicated parameter.
+        blocks: global row counts of fused matrices; where dimension 0 is divided, each block is
+            divided by itself, so that a rank holds a part of every block (gate and up).
+        tp_size: ranks that divide it.
+        tp_rank: this rank among them.
+
+    Raises:
+        ConfigError: the blocks do not add up to the rows or do not divide by `tp_size`.
+    """
+    origin = (0,) * len(local_shape)
+    if tp_dim is None or tp_size == 1:
+        whole = Box(origin, local_shape)
+        if blocks is not None and sum(blocks) != local_shape[0]:
+            raise ConfigError(
+                f"parameter {name!r}: blocks {blocks} sum to {sum(blocks)}, "
+                f"but it has {local_shape[0]} rows"
+            )
+        return local_shape, (BoxPair(whole, whole),)
+    extent = local_shape[tp_dim] * tp_size
+    global_shape = (*local_shape[:tp_dim], extent, *local_shape[tp_dim + 1 :])
+    parts = blocks if blocks is not None and tp_dim == 0 else (extent,)
+    if sum(parts) != extent or any(part % tp_size for part in parts):
+        raise ConfigError(
+            f"parameter {name!r}: blocks {parts} must sum to {extent} rows "
+            f"and divide by {tp_size} tensor-parallel ranks"
+        )
+    pairs: list[BoxPair] = []
+    local_start = global_start = 0
+    for part in parts:
+        length = part // tp_size
+        shape = (*local_shape[:tp_dim], length, *local_shape[tp_dim + 1 :])
+        local = (*origin[:tp_dim], local_start, *origin[tp_dim + 1 :])
+        at = global_start + tp_rank * length
+        pairs.append(BoxPair(Box(local, shape), Box((*origin[:tp_dim], at, *origin[tp_dim + 1 :]), shape)))
+        local_start += length
+        global_start += part
+    return global_shape, tuple(pairs)

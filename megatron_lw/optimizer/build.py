@@ -1,0 +1,279 @@
+"""From wrapped model chunks to a running optimizer: the flow of the design, once, at construction.
+
+    describe -> agree -> route -> plan -> layout -> buffers -> masters -> children -> publishers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lw.config import OptimizerConfig
+from megatron_lw.ddp_config import DDPConfig
+from megatron_lw.distributed.buffers import BucketBuffer
+from megatron_lw.distributed.collectives import attempt
+from megatron_lw.distributed.ddp import DistributedDataParallel
+from megatron_lw.distributed.gather import Publisher
+from megatron_lw.errors import ConfigError
+from megatron_lw.groups import Domain, ParallelGroups
+from megatron_lw.optimizer import agree
+from megatron_lw.optimizer.children.adam import AdamChild
+from megatron_lw.optimizer.children.adam_backends import AdamBackend
+from megatron_lw.optimizer.children.base import Child
+from megatron_lw.optimizer.children.coefficients import resolve_coefficients
+from megatron_lw.optimizer.children.muon import Muon
+from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
+from megatron_lw.optimizer.describe import DescribedModel, describe
+from megatron_lw.optimizer.layout import BucketLayout
+from megatron_lw.optimizer.masters import MasterRow
+from megatron_lw.optimizer.names import NameMap
+from megatron_lw.optimizer.plan import OwnershipPlan, PlanParam, plan_domain
+from megatron_lw.optimizer.routing import (
+    ExplicitGroup,
+    Route,
+    Routing,
+    agree_on_groups,
+    decide_routes,
+)
+from megatron_lw.optimizer.stats import CountedRange, counted_ranges
+from megatron_lw.overrides import ParamGroupOverride, ParamKey
+
+BackendResolver = Callable[[torch.device], AdamBackend]
+_WEIGHT_DTYPES = {"bfloat16", "float32"}
+_DOMAINS: tuple[Domain, ...] = ("dense", "expert")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """Everything a step works with, on this rank.
+
+    Attributes:
+        model: facts and parameters.
+        routing: child and group of each parameter.
+        plans: domain -> ownership plan, for domains that have parameters.
+        buckets: all buckets, dense first, in the order in which backward completes them.
+        children: the child optimizers, in the order in which they step.
+        publishers: one for each bucket.
+        counted: what this rank counts in the statistics.
+        device: where the parameters are.
+    """
+
+    model: DescribedModel
+    routing: Routing
+    plans: Mapping[Domain, OwnershipPlan]
+    buckets: tuple[BucketBuffer, ...]
+    children: tuple[Child, ...]
+    publishers: tuple[Publisher, ...]
+    counted: tuple[CountedRange, ...]
+    device: torch.device
+
+
+def build_runtime(
+    config: OptimizerConfig,
+    chunks: Sequence[DistributedDataParallel],
+    groups: ParallelGroups,
+    overrides: Mapping[ParamKey, ParamGroupOverride] | None,
+    resolve_backend: BackendResolver,
+    explicit: Sequence[ExplicitGroup] = (),
+) -> Runtime:
+    """Build everything and attach the buckets to the chunks.
+
+    Collective: all-gathers of digests over the groups; one broadcast a bucket over its reduce group,
+    so that replicas start equal. A failure on one rank raises on all.
+
+    Raises:
+        ConfigError: the model or the settings cannot be honoured.
+        PlanMismatchError: ranks hold different models or settings.
+    """
+    ddp_config = chunks[0].ddp_config
+    model = attempt(lambda: _describe(config, chunks, groups), groups.world)
+    agree.agree_on_model(model.infos, groups)
+    routes = attempt(lambda: decide_routes(model, config, overrides, explicit), groups.world)
+    routing = agree_on_groups(routes, config, groups.world)
+    plans = attempt(lambda: _plan(routes, ddp_config, groups), groups.world)
+    device = next(iter(model.params.values())).device if model.params else torch.device("cpu")
+    backend = attempt(lambda: resolve_backend(device), groups.world)
+    for domain, plan in plans.items():
+        _agree_on_plan(domain, plan, config, ddp_config, backend, groups)
+
+    placed = [
+        PlacedBucket(domain, index, _buffer(plan, index, domain, model, ddp_config, groups))
+        for domain, plan in plans.items()
+        for index in range(len(plan.buckets))
+    ]
+    for number, chunk in enumerate(chunks):
+        chunk.attach([p.buffer for p in placed if plans[p.domain].buckets[p.index].chunk == number])
+        chunk.broadcast_params()
+    publishers = {p.buffer: Publisher(MasterRow(p.buffer)) for p in placed}
+    for chunk in chunks:
+        chunk.attach_publishers([publishers[bucket] for bucket in chunk.buckets])
+    masters = {bucket: publisher.master for bucket, publisher in publishers.items()}
+    return Runtime(
+        model=model,
+        routing=routing,
+        plans=plans,
+        buckets=tuple(publishers),
+        children=_children(config, plans, placed, masters, routing, backend, groups),
+        publishers=tuple(publishers.values()),
+        counted=counted_ranges(tuple(publishers), _counter(model, groups)),
+        device=device,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedBucket:
+    """A bucket's storage and its place in the plan of its domain."""
+
+    domain: Domain
+    index: int
+    buffer: BucketBuffer
+
+
+def _describe(
+    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], groups: ParallelGroups
+) -> DescribedModel:
+    """Facts of all chunks, each named by its own NameMap, checked against what is supported."""
+
+    def to_global(chunk: int, name: str) -> str:
+        return chunks[chunk].names.to_global(chunk, name)
+
+    model = describe([chunk.module for chunk in chunks], groups, NameMap(to_global))
+    devices = {param.device.type for param in model.params.values()}
+    if len(devices) > 1:
+        raise ConfigError(f"parameters are on several kinds of device: {sorted(devices)}")
+    for info in model.infos:
+        if info.dtype not in _WEIGHT_DTYPES:
+            raise ConfigError(
+                f"parameter {info.name!r} has dtype {info.dtype}; weights are bfloat16 or float32"
+            )
+        if info.dtype == "bfloat16" and not config.bf16:
+            raise ConfigError(
+                f"parameter {info.name!r} is bfloat16 but OptimizerConfig.bf16 is False: set it"
+            )
+    return model
+
+
+def _plan(
+    routes: Sequence[Route], ddp_config: DDPConfig, groups: ParallelGroups
+) -> dict[Domain, OwnershipPlan]:
+    plans: dict[Domain, OwnershipPlan] = {}
+    for domain in _DOMAINS:
+        params = [_plan_param(route) for route in routes if route.info.domain == domain]
+        if params:
+            over = groups.domain(domain)
+            plans[domain] = plan_domain(
+                params,
+                domain=domain,
+                dp=over.reduce.size,
+                tp=over.tensor.size,
+                bucket_size=ddp_config.bucket_size,
+            )
+    return plans
+
+
+def _plan_param(route: Route) -> PlanParam:
+    matrix = route.matrix
+    return PlanParam(
+        name=route.info.name,
+        numel=route.info.numel,
+        child=route.child,
+        matrix=None if matrix is None else (matrix.rows, matrix.cols),
+        count=1 if matrix is None else matrix.count,
+        chunk=route.info.chunk,
+        tied=route.info.tied,
+        sharded=route.info.tp_dim is not None,
+        group=route.group.name,
+    )
+
+
+def _agree_on_plan(
+    domain: Domain,
+    plan: OwnershipPlan,
+    config: OptimizerConfig,
+    ddp_config: DDPConfig,
+    backend: AdamBackend,
+    groups: ParallelGroups,
+) -> None:
+    """Compare settings, kernel and plan over the ranks that share the domain's buckets."""
+    facts: list[agree.Fact] = [
+        *agree.settings_facts(config),
+        *agree.settings_facts(ddp_config),
+        ("Adam kernel", backend.name),
+        ("plan", plan.digest()),
+    ]
+    over = groups.domain(domain).exchange
+    agree.agree_on_plan(f"settings and plan of the {domain} domain", facts, over, groups.world)
+
+
+def _buffer(
+    plan: OwnershipPlan,
+    index: int,
+    domain: Domain,
+    model: DescribedModel,
+    ddp_config: DDPConfig,
+    groups: ParallelGroups,
+) -> BucketBuffer:
+    layout = BucketLayout.build(plan, index)
+    names = tuple(plan.params[p].name for p in layout.params)
+    dtypes = {model.params[name].dtype for name in names}
+    reduce_fp32 = ddp_config.grad_reduce_in_fp32 or torch.float32 in dtypes
+    return BucketBuffer(
+        layout,
+        names,
+        model.params,
+        groups.domain(domain).reduce,
+        divisor=groups.dp.size,
+        grad_dtype=torch.float32 if reduce_fp32 else dtypes.pop(),
+    )
+
+
+def _children(
+    config: OptimizerConfig,
+    plans: Mapping[Domain, OwnershipPlan],
+    placed: Sequence[PlacedBucket],
+    masters: Mapping[BucketBuffer, MasterRow],
+    routing: Routing,
+    backend: AdamBackend,
+    groups: ParallelGroups,
+) -> tuple[Child, ...]:
+    """One child for each domain and kind that has buckets, with its process group."""
+    children: list[Child] = []
+    for domain, plan in plans.items():
+        for kind in sorted({bucket.child for bucket in plan.buckets}):
+            mine = [
+                p for p in placed if p.domain == domain and plan.buckets[p.index].child == kind
+            ]
+            rows = [masters[p.buffer] for p in mine]
+            if kind == "adam":
+                children.append(AdamChild(rows, routing.group_of, backend))
+                continue
+            children.append(
+                Muon(
+                    rows,
+                    [p.index for p in mine],
+                    routing.group_of,
+                    plan,
+                    groups.domain(domain).exchange,
+                    _newton_schulz(config),
+                )
+            )
+    return tuple(children)
+
+
+def _newton_schulz(config: OptimizerConfig) -> NewtonSchulz:
+    coefficients = resolve_coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
+    dtype = torch.bfloat16 if config.muon_fp32_matmul_prec == "medium" else torch.float32
+    return NewtonSchulz(coefficients=coefficients, dtype=dtype)
+
+
+def _counter(model: DescribedModel, groups: ParallelGroups) -> Callable[[str], bool]:
+    """Whether this rank counts a parameter: of tensor-parallel replicas the first does."""
+    infos = {info.name: info for info in model.infos}
+
+    def counted(name: str) -> bool:
+        info = infos[name]
+        return info.tp_dim is not None or groups.domain(info.domain).tensor.rank == 0
+
+    return counted

@@ -1,0 +1,1 @@
+"""The optimizers under the layer-wise one."""

@@ -1,0 +1,91 @@
+"""What the layer-wise optimizer and its children agree on.
+
+A child steps whole buckets: every bucket belongs to one child, so a child's state is flat rows beside
+the master row. Settings come from live parameter groups, read at every step, so that any scheduler
+drives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megatron_lw.optimizer.masters import MasterRow
+
+ParamGroup = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRange:
+    """A run of a row whose parameters share one parameter group.
+
+    Attributes:
+        group: name of the parameter group.
+        start: first element in the row.
+        stop: one past the last; padding behind a parameter belongs to its range, since it is zero
+            and stays zero under every element-wise rule.
+    """
+
+    group: str
+    start: int
+    stop: int
+
+
+class Child(Protocol):
+    """An optimizer under the layer-wise one.
+
+    Attributes:
+        name: what routing and checkpoints call it.
+        state_keys: names of its per-element states, known before any state exists.
+        num_steps: steps taken; it belongs to the child and advances on ranks that own nothing.
+    """
+
+    name: str
+    state_keys: tuple[str, ...]
+    num_steps: int
+
+    def step(self, groups: Mapping[str, ParamGroup]) -> None:
+        """Advance the masters of all its buckets by one step.
+
+        Args:
+            groups: parameter groups by name, with their current settings.
+        """
+
+    def state_rows(self, bucket: int) -> Mapping[str, torch.Tensor]:
+        """State key -> fp32 row of its bucket of that position."""
+
+    @property
+    def num_buckets(self) -> int:
+        """Number of buckets it steps."""
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """Bytes allocated besides states."""
+
+
+def group_ranges(master: MasterRow, group_of: Mapping[str, str]) -> tuple[GroupRange, ...]:
+    """Divide a row into the fewest runs of one parameter group each.
+
+    Args:
+        master: the row.
+        group_of: parameter name -> parameter-group name.
+    """
+    slots = list(master.slots())
+    ranges: list[GroupRange] = []
+    for index, (name, slot) in enumerate(slots):
+        last = index + 1 == len(slots)
+        stop = master.row.numel() if last else slots[index + 1][1].row_start
+        group = group_of[name]
+        if ranges and ranges[-1].group == group:
+            ranges[-1] = GroupRange(group, ranges[-1].start, stop)
+        else:
+            ranges.append(GroupRange(group, slot.row_start, stop))
+    return tuple(ranges)
+
+
+def state_rows_like(masters: Sequence[MasterRow]) -> list[torch.Tensor]:
+    """One zero fp32 row for each master row."""
+    return [torch.zeros_like(master.row) for master in masters]

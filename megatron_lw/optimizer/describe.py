@@ -1,0 +1,332 @@
+"""From a model to facts: the only module that reads attributes off parameters.
+
+`describe` walks the model chunks once and returns a frozen `ParamInfo` for each trainable parameter.
+Every later stage works from these records and never asks the parameter again. Facts come from
+`annotate` (native models) and from Megatron's own attributes; a tag that contradicts the sizes raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import nn
+
+from megatron_lw.errors import ConfigError
+from megatron_lw.groups import Domain, ParallelGroups
+from megatron_lw.optimizer.boxes import BoxPair, tensor_parallel_boxes
+from megatron_lw.optimizer.names import NameMap, natural_key
+
+Role = Literal["matrix", "vector", "embedding", "output"]
+
+_ANNOTATION = "_megatron_lw_annotation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotation:
+    """What a native model says of one parameter; see `annotate`."""
+
+    tp_dim: int | None = None
+    blocks: tuple[int, ...] | None = None
+    expert: bool = False
+    tied: str | None = None
+    matrices: int = 1
+    logical_rows: int | None = None
+    sequence_parallel: bool = False
+    embedding: bool = False
+    output: bool = False
+    use_muon: bool | None = None
+    keep_fp32: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamInfo:
+    """Everything that is known of one trainable parameter on this rank.
+
+    Attributes:
+        name: global name, the same on every rank that holds a part.
+        local_name: name inside its model chunk.
+        chunk: index of the model chunk.
+        dtype: dtype of the weight as the model holds it, e.g. "bfloat16".
+        local_shape: shape on this rank, in elements.
+        global_shape: logical shape of the whole parameter.
+        boxes: which local box is which global box; several where a parameter is divided by blocks.
+        domain: "dense" or "expert".
+        tp_dim: dimension divided over tensor parallelism; None: replicated over it.
+        role: "embedding" and "output" weights are stepped element by element, whatever their shape.
+        matrices: matrices stacked along the first dimension(s) of it.
+        blocks: rows of the fused matrices inside it (e.g. gate and up), summing to the rows.
+        logical_rows: rows before padding, where the parameter itself is padded; else None.
+        tied: name shared by the copies of one logical weight; None if it has one copy.
+        sequence_parallel: used under sequence parallelism, so replicas' gradients are summed.
+        use_muon: an explicit choice for or against the matrix child; None: decided by shape.
+        keep_fp32: stays FP32 and is replicated over every rank that holds a copy.
+    """
+
+    name: str
+    local_name: str
+    chunk: int
+    dtype: str
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    boxes: tuple[BoxPair, ...]
+    domain: Domain = "dense"
+    tp_dim: int | None = None
+    role: Role = "vector"
+    matrices: int = 1
+    blocks: tuple[int, ...] | None = None
+    logical_rows: int | None = None
+    tied: str | None = None
+    sequence_parallel: bool = False
+    use_muon: bool | None = None
+    keep_fp32: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements on this rank."""
+        return torch.Size(self.local_shape).numel()
+
+    def facts(self) -> tuple[object, ...]:
+        """What must agree on every rank that holds a replica: all of it but the local name."""
+        return tuple(getattr(self, f.name) for f in fields(self) if f.name != "local_name")
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedModel:
+    """The facts of a model and its parameters, in canonical (natural name) order.
+
+    Attributes:
+        infos: one record a trainable parameter.
+        params: global name -> the parameter.
+        frozen: global names of parameters that take no gradient.
+    """
+
+    infos: tuple[ParamInfo, ...]
+    params: Mapping[str, nn.Parameter]
+    frozen: tuple[str, ...]
+
+
+def annotate(
+    param: nn.Parameter,
+    *,
+    tp_dim: int | None = None,
+    blocks: Sequence[int] | None = None,
+    expert: bool = False,
+    tied: str | None = None,
+    matrices: int = 1,
+    logical_rows: int | None = None,
+    sequence_parallel: bool = False,
+    embedding: bool = False,
+    output: bool = False,
+    use_muon: bool | None = None,
+    keep_fp32: bool = False,
+) -> nn.Parameter:
+    """Say what is special about a parameter of a native model; call it before wrapping the model.
+
+    Args:
+        param: the parameter; returned, so that the call can wrap its creation.
+        tp_dim: dimension that is divided over the tensor-parallel ranks.
+        blocks: rows of the fused matrices inside it, for the whole (global) parameter.
+        expert: belongs to the expert domain.
+        tied: name of the logical weight that several parameters share.
+        matrices: number of matrices stacked in it: `[E, out, in]` or `[E * out, in]`.
+        logical_rows: rows of the whole parameter without its own padding rows.
+        sequence_parallel: replicated and used under sequence parallelism.
+        embedding: an embedding table: stepped element by element.
+        output: an output layer: stepped element by element.
+        use_muon: force (True) or refuse (False) the matrix child.
+        keep_fp32: keep FP32 and leave aside other sharding.
+
+    Raises:
+        ConfigError: the tags contradict the shape or each other.
+    """
+    tags = Annotation(
+        tp_dim=tp_dim,
+        blocks=None if blocks is None else tuple(blocks),
+        expert=expert,
+        tied=tied,
+        matrices=matrices,
+        logical_rows=logical_rows,
+        sequence_parallel=sequence_parallel,
+        embedding=embedding,
+        output=output,
+        use_muon=use_muon,
+        keep_fp32=keep_fp32,
+    )
+    _check_tags(f"parameter of shape {tuple(param.shape)}", param, tags)
+    setattr(param, _ANNOTATION, tags)
+    return param
+
+
+def describe(
+    chunks: Sequence[nn.Module], groups: ParallelGroups, names: NameMap | None = None
+) -> DescribedModel:
+    """Collect the facts of all trainable parameters of the model chunks.
+
+    Args:
+        chunks: the bare modules, one a virtual pipeline chunk.
+        groups: for the tensor-parallel sizes and ranks.
+        names: local to global names; the identity if None.
+
+    Raises:
+        ConfigError: a name or parameter appears twice, or a tag contradicts a shape.
+    """
+    names = names or NameMap()
+    infos: dict[str, ParamInfo] = {}
+    params: dict[str, nn.Parameter] = {}
+    frozen: list[str] = []
+    seen: dict[int, str] = {}
+    for index, chunk in enumerate(chunks):
+        tables = {
+            id(m.weight) for m in chunk.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
+        }
+        for local_name, param in chunk.named_parameters():
+            name = names.to_global(index, local_name)
+            if id(param) in seen:
+                raise ConfigError(
+                    f"parameter {name!r} of chunk {index} is the same object as {seen[id(param)]!r}"
+                    " of another chunk; chunks must not share parameters"
+                )
+            if name in params or name in frozen:
+                raise ConfigError(
+                    f"two parameters have the global name {name!r}; pass a NameMap that "
+                    "tells the chunks and stages apart"
+                )
+            seen[id(param)] = name
+            if not param.requires_grad:
+                frozen.append(name)
+                continue
+            infos[name] = _info(name, local_name, index, param, id(param) in tables, groups)
+            params[name] = param
+    order = sorted(infos, key=natural_key)
+    return DescribedModel(
+        tuple(infos[n] for n in order),
+        {n: params[n] for n in order},
+        tuple(sorted(frozen, key=natural_key)),
+    )
+
+
+def has_attribute(param: nn.Parameter, name: str) -> bool:
+    """Whether a parameter carries a true attribute of this name (for `ParamKey.attr`)."""
+    return bool(getattr(param, name, False))
+
+
+def bind_main_grad(param: nn.Parameter, main_grad: torch.Tensor) -> None:
+    """Give a parameter its view of the gradient storage, under Megatron's attribute names."""
+    param.main_grad = main_grad  # type: ignore[attr-defined]
+    param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+
+def take_gradient(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient that autograd left for the buffer to add, or None; clears `param.grad`.
+
+    A layer that accumulates its weight gradient into `main_grad` itself sets
+    `grad_added_to_main_grad`; what autograd then holds is a placeholder and is dropped, unless the
+    layer also asks for it with `zero_out_wgrad`.
+    """
+    grad, param.grad = param.grad, None
+    if getattr(param, "grad_added_to_main_grad", False):
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        if not getattr(param, "zero_out_wgrad", False):
+            return None
+    return grad
+
+
+def _info(
+    name: str,
+    local_name: str,
+    chunk: int,
+    param: nn.Parameter,
+    is_table: bool,
+    groups: ParallelGroups,
+) -> ParamInfo:
+    tags: Annotation = getattr(param, _ANNOTATION, None) or _megatron_tags(name, param)
+    _check_tags(f"parameter {name!r}", param, tags)
+    domain: Domain = "expert" if tags.expert else "dense"
+    tensor = groups.domain(domain).tensor
+    local_shape = tuple(param.shape)
+    global_shape, boxes = tensor_parallel_boxes(
+        name, local_shape, tags.tp_dim, tags.blocks, tensor.size, tensor.rank
+    )
+    role: Role = "matrix" if param.dim() >= 2 else "vector"
+    if tags.embedding or is_table:
+        role = "embedding"
+    if tags.output:
+        role = "output"
+    return ParamInfo(
+        name=name,
+        local_name=local_name,
+        chunk=chunk,
+        dtype=str(param.dtype).removeprefix("torch."),
+        local_shape=local_shape,
+        global_shape=global_shape,
+        boxes=boxes,
+        domain=domain,
+        tp_dim=tags.tp_dim if tensor.size > 1 else None,
+        role=role,
+        matrices=tags.matrices,
+        blocks=tags.blocks,
+        logical_rows=tags.logical_rows,
+        tied=tags.tied,
+        sequence_parallel=tags.sequence_parallel,
+        use_muon=tags.use_muon,
+        keep_fp32=tags.keep_fp32,
+    )
+
+
+def _megatron_tags(name: str, param: nn.Parameter) -> Annotation:
+    """The same facts from the attributes that Megatron's layers put on their parameters."""
+    parallel = bool(getattr(param, "tensor_model_parallel", False))
+    partition_dim = getattr(param, "partition_dim", -1)
+    if parallel and not 0 <= partition_dim < param.dim():
+        raise ConfigError(
+            f"parameter {name!r}: tensor_model_parallel is set but partition_dim = "
+            f"{partition_dim} is not a dimension of shape {tuple(param.shape)}"
+        )
+    shared = bool(getattr(param, "shared_embedding", False) or getattr(param, "shared", False))
+    return Annotation(
+        tp_dim=partition_dim if parallel else None,
+        expert=not getattr(param, "allreduce", True),
+        tied="embedding" if shared else None,
+        sequence_parallel=bool(getattr(param, "sequence_parallel", False)),
+        embedding=shared or bool(getattr(param, "is_embedding_or_output_parameter", False)),
+        use_muon=getattr(param, "use_muon", None),
+        keep_fp32=bool(getattr(param, "keep_in_fp32", False)),
+    )
+
+
+def _check_tags(what: str, param: nn.Parameter, tags: Annotation) -> None:
+    """Refuse tags that contradict the shape or each other."""
+    shape = tuple(param.shape)
+    if not param.is_floating_point():
+        raise ConfigError(f"{what} has dtype {param.dtype}; only floating-point weights are stepped")
+    if tags.tp_dim is not None and not 0 <= tags.tp_dim < param.dim():
+        raise ConfigError(f"{what}: tp_dim = {tags.tp_dim} is not a dimension of shape {shape}")
+    if tags.matrices < 1 or (param.dim() and shape[0] % tags.matrices):
+        raise ConfigError(f"{what}: matrices = {tags.matrices} does not divide rows of {shape}")
+    if tags.matrices > 1 and param.dim() < 2:
+        raise ConfigError(f"{what}: matrices = {tags.matrices}, but shape {shape} has no matrix")
+    if tags.blocks is not None and (not tags.blocks or min(tags.blocks) < 1):
+        raise ConfigError(f"{what}: blocks = {tags.blocks} must be positive row counts")
+    if tags.blocks is not None and tags.tp_dim != 0 and sum(tags.blocks) != shape[0]:
+        raise ConfigError(
+            f"{what}: blocks {tags.blocks} sum to {sum(tags.blocks)}, but it has {shape[0]} rows"
+        )
+    if tags.logical_rows is not None and tags.tp_dim is None and not (
+        0 < tags.logical_rows <= shape[0]
+    ):
+        raise ConfigError(
+            f"{what}: logical_rows = {tags.logical_rows}, but it stores {shape[0]} rows"
+        )
+    if tags.embedding and tags.output:
+        raise ConfigError(f"{what} is tagged both embedding and output; tie them with tied=NAME")
+    if tags.use_muon and (tags.embedding or tags.output):
+        raise ConfigError(f"{what}: use_muon=True contradicts the embedding or output tag")
+    if tags.use_muon and param.dim() < 2:
+        raise ConfigError(f"{what}: use_muon=True, but shape {shape} is not a matrix")
+    if tags.expert and tags.sequence_parallel:
+        raise ConfigError(f"{what} is tagged expert and sequence_parallel, which exclude each other")
+    if tags.keep_fp32 and param.dtype != torch.float32:
+        raise ConfigError(f"{what}: keep_fp32 is set but its dtype is {param.dtype}")

@@ -1,0 +1,233 @@
+"""`LayerWiseDistributedOptimizer`: one step over all ranks. `step` is the table of contents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_lw.config import OptimizerConfig
+from megatron_lw.distributed.ddp import DistributedDataParallel
+from megatron_lw.errors import ConfigError, LayerWiseError, NonFiniteError, StateError
+from megatron_lw.groups import ParallelGroups
+from megatron_lw.optimizer import stats
+from megatron_lw.optimizer.build import Runtime
+from megatron_lw.optimizer.children.base import ParamGroup
+from megatron_lw.optimizer.param_groups import make_param_groups
+from megatron_lw.optimizer.routing import ExplicitGroup
+from megatron_lw.optimizer.timings import Stopwatch
+
+Rebuild = Callable[[Sequence[ExplicitGroup]], Runtime]
+StepResult = tuple[bool, float | None, int | None]
+
+
+class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
+    """Steps fp32 masters that are spread over the data-parallel ranks, and publishes the weights.
+
+    Built by `get_megatron_optimizer`. `param_groups` is a list of dictionaries as torch has it, the
+    same on every rank and in the same order; schedulers write `lr` and `weight_decay` there.
+
+    Args:
+        config: settings.
+        chunks: the wrapped model chunks.
+        groups: every process group by name.
+        rebuild: builds the runtime, with groups added by hand.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        chunks: Sequence[DistributedDataParallel],
+        groups: ParallelGroups,
+        rebuild: Rebuild,
+    ) -> None:
+        self.config = config
+        self.model_chunks = tuple(chunks)
+        self.groups = groups
+        self._rebuild = rebuild
+        self._explicit: list[ExplicitGroup] = []
+        self._runtime = rebuild(())
+        self._watch = Stopwatch(self._runtime.device)
+        self._broken: str | None = None
+        self._stepped = False
+        self._built = False
+        super().__init__(make_param_groups(config, self._runtime), {})
+        self._built = True
+
+    @property
+    def runtime(self) -> Runtime:
+        """Plans, buckets, masters and children on this rank, for inspection."""
+        return self._runtime
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
+        """Reduce the gradients, measure, agree, clip, step the children and publish the weights.
+
+        Returns:
+            Whether the weights were updated, the gradient norm before clipping (None if it is not
+            finite), and the number of zero gradient elements (None unless
+            `config.log_num_zeros_in_grad`).
+
+        Collective: per bucket one reduce-scatter and one all-gather over its reduce group and, where
+        matrices are cut, two all-to-alls over its exchange group; one all-reduce over
+        `groups.grad_stats`. Every rank calls it.
+
+        Raises:
+            NonFiniteError: a gradient element is not finite and `on_nonfinite` is "raise"; on every
+                rank, before anything is written.
+            StateError: the gradients were used already, or an earlier step failed half-way.
+        """
+        if closure is not None:
+            raise ConfigError("step(closure) is not supported: compute gradients before step()")
+        self._require_working()
+        runtime, watch = self._runtime, self._watch
+        watch.reset()
+        with watch.stage("reduce"):
+            for chunk in self.model_chunks:
+                chunk.finish_grad_sync()
+        with watch.stage("stats"):
+            measured = self._measure()
+            for bucket in runtime.buckets:
+                bucket.spend()
+        if not self._accept(measured):
+            return False, measured.norm if measured.finite else None, measured.zeros
+        self._stepped = True
+        with watch.stage("clip"), self._breaking("clip"):
+            self._clip(measured.norm)
+        groups = self._groups_by_name()
+        for child in runtime.children:
+            with watch.stage(child.name), self._breaking(child.name):
+                child.step(groups)
+        with watch.stage("publish"), self._breaking("publish"):
+            for chunk in self.model_chunks:
+                chunk.start_param_sync()
+        return True, measured.norm, measured.zeros
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradient storage of all chunks; `set_to_none` has no effect, as torch's has none.
+
+        There is no `param.grad` to set: gradients live in `param.main_grad`.
+        """
+        for chunk in self.model_chunks:
+            chunk.zero_grad_buffer()
+
+    def reload_model_params(self) -> None:
+        """Set the masters from the model's weights, after the weights were changed by hand."""
+        for chunk in self.model_chunks:
+            chunk.reload_masters()
+
+    def timings(self) -> dict[str, float]:
+        """Seconds of each stage of the last step: reduce, stats, clip, each child, publish."""
+        return self._watch.timings()
+
+    def routing_report(self) -> str:
+        """A table of every parameter: child, matrix, parameter group, and why."""
+        return self._runtime.routing.report()
+
+    def plan_report(self) -> str:
+        """Tables of who holds and owns what, one a domain."""
+        return "\n\n".join(plan.describe() for plan in self._runtime.plans.values())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give parameters of the model a group of their own; re-plans, so only before the first step.
+
+        Args:
+            param_group: `params` (parameters of the wrapped model, trainable by now) and settings
+                among those of `ParamGroupOverride`.
+
+        Collective: as construction; every rank adds the same groups in the same order.
+
+        Raises:
+            StateError: a step has been taken.
+            ConfigError: a parameter is not of the wrapped model, is frozen, or is in two groups.
+        """
+        if not self._built:
+            super().add_param_group(param_group)
+            return
+        if self._stepped:
+            raise StateError(
+                "add_param_group after the first step: the plan is frozen by then; add groups "
+                "before it, or build the optimizer anew"
+            )
+        added = self._explicit_group(param_group)
+        self._runtime = self._rebuild([*self._explicit, added])
+        self._explicit.append(added)
+        self.param_groups[:] = make_param_groups(self.config, self._runtime)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: the state lies in rows on all ranks, which no dictionary of one rank can hold."""
+        raise StateError("state_dict() of one rank holds no usable state; save sharded checkpoints")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refused, see `state_dict`."""
+        raise StateError("load_state_dict() cannot restore sharded state; load sharded checkpoints")
+
+    def _measure(self) -> stats.GradStats:
+        return stats.measure(
+            self._runtime.counted,
+            self.groups.grad_stats,
+            self._runtime.device,
+            count_zeros=self.config.log_num_zeros_in_grad,
+        )
+
+    def _accept(self, measured: stats.GradStats) -> bool:
+        """Whether to update; the same answer on every rank, as the statistics are the same."""
+        if not measured.finite:
+            if self.config.on_nonfinite == "raise":
+                raise NonFiniteError(
+                    f"the gradient is not finite in {', '.join(measured.nonfinite)}; nothing was "
+                    "updated. Look for the cause, or set on_nonfinite='skip' to skip such steps"
+                )
+            return False
+        return measured.norm <= self.config.grad_norm_skip_threshold
+
+    def _clip(self, norm: float) -> None:
+        coefficient = stats.clip_coefficient(norm, self.config.clip_grad)
+        if coefficient < 1.0:
+            for bucket in self._runtime.buckets:
+                bucket.grad_row.mul_(coefficient)
+
+    def _groups_by_name(self) -> Mapping[str, ParamGroup]:
+        return {group["name"]: group for group in self.param_groups}
+
+    def _explicit_group(self, param_group: Mapping[str, Any]) -> ExplicitGroup:
+        names = {
+            id(param): name
+            for number, chunk in enumerate(self.model_chunks)
+            for name, param in chunk.named_global_parameters(number)
+        }
+        given = param_group["params"]
+        params = [given] if isinstance(given, torch.Tensor) else list(given)
+        unknown = [tuple(p.shape) for p in params if id(p) not in names]
+        if unknown:
+            raise ConfigError(
+                f"a parameter of shape {unknown[0]} is not one of the wrapped model's; "
+                "only those can be stepped"
+            )
+        frozen = [names[id(p)] for p in params if not p.requires_grad]
+        if frozen:
+            raise ConfigError(f"parameter {frozen[0]!r} is frozen: set requires_grad first")
+        settings = {key: value for key, value in param_group.items() if key != "params"}
+        return ExplicitGroup(
+            params=tuple(names[id(p)] for p in params), settings=tuple(sorted(settings.items()))
+        )
+
+    @contextmanager
+    def _breaking(self, stage: str) -> Iterator[None]:
+        """A failure after the agreement leaves masters and weights apart: no further step then."""
+        try:
+            yield
+        except Exception as error:
+            self._broken = f"stage {stage!r} failed: {error}"
+            if isinstance(error, LayerWiseError):
+                raise
+            raise StateError(f"step failed in {self._broken}") from error
+
+    def _require_working(self) -> None:
+        if self._broken is not None:
+            raise StateError(
+                f"the optimizer is broken since a step failed half-way ({self._broken}); "
+                "build it anew and load a checkpoint"
+            )
