@@ -37,7 +37,13 @@ from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
 RANKS = 2
 LR, DECAY, MOMENTUM = 1e-3, 0.1, 0.95
 LAYERS = 6
-SHAPES = {"qkv": (1024, 512), "proj": (512, 512), "fc1": (1024, 512), "fc2": (512, 1024), "gate": (256, 512)}  # fmt: skip
+SHAPES = {
+    "qkv": (1024, 512),
+    "proj": (512, 512),
+    "fc1": (1024, 512),
+    "fc2": (512, 1024),
+    "gate": (256, 512),
+}
 VOCABULARY = 4096
 
 
@@ -201,7 +207,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
     step = measure(3 if options.quick else 11)
-    print(f"step of {step['matrices']} matrices of 256 to 1024, {RANKS} ranks, 1 thread each, bf16:")
+    print(
+        f"step of {step['matrices']} matrices of 256 to 1024, {RANKS} ranks, 1 thread each, bf16:"
+    )
     for name, value in step["seconds"].items():  # type: ignore[attr-defined]
         print(f"  {name:<12} {1e3 * value:8.1f} ms")
     print(f"  ours / replicated  {step['over_replicated']:.3f}  (promise <= 0.60)")

@@ -1,7 +1,7 @@
 """`ParallelGroups`: every process group by name, in one record, built once at the edge.
 
-Rank order is Megatron's default (`tp-cp-ep-dp-pp`, the left-most fastest): for the dense part of the
-model `rank = tp + T (cp + C (dp + D pp))`; for the experts, which re-divide the ranks of one
+Rank order is Megatron's default (`tp-cp-ep-dp-pp`, the left-most fastest): for the dense part of
+the model `rank = tp + T (cp + C (dp + D pp))`; for the experts, which re-divide the ranks of one
 pipeline stage, `rank = etp + ET (ep + E (edp + ED pp))`.
 """
 
@@ -177,9 +177,9 @@ class ParallelGroups:
 
         Args:
             handles: field name -> torch process group. Fields left out are groups of this rank
-                alone, except `grad_stats` (= `world`), `replicas` and `tp_dp` (= each other, or `dp`
-                where `tp` is left out), `expert_dp` / `expert_tp` / `expert_tp_dp` (= the dense ones
-                where `ep` is left out).
+                alone, except `grad_stats` (= `world`), `replicas` and `tp_dp` (= each other, or
+                `dp` where `tp` is left out), `expert_dp` / `expert_tp` / `expert_tp_dp` (= the
+                dense ones where `ep` is left out).
 
         Raises:
             ConfigError: `world` or `dp` is missing, a name is unknown, or sizes do not fit.
@@ -187,7 +187,9 @@ class ParallelGroups:
         names = {f.name for f in fields(cls)}
         unknown = sorted(set(handles) - names)
         if unknown:
-            raise ConfigError(f"unknown group {unknown[0]!r}; groups are {', '.join(sorted(names))}")
+            raise ConfigError(
+                f"unknown group {unknown[0]!r}; groups are {', '.join(sorted(names))}"
+            )
         for needed in ("world", "dp"):
             if needed not in handles:
                 raise ConfigError(f"group {needed!r} is missing: there is no default process group")

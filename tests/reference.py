@@ -1,7 +1,8 @@
 """The plain answer: one process, whole tensors, no buckets, nothing from the library under test.
 
 Adam is `torch.optim.AdamW` (fused, on tensors padded to 64 elements with zeros: its vector and tail
-loops differ in the last bit, and the library's rows have no tails). Muon is written out from the paper.
+loops differ in the last bit, and the library's rows have no tails). Muon is written out from the
+paper.
 """
 
 from __future__ import annotations
@@ -86,8 +87,13 @@ class Reference:
                 continue
             self._flat[name] = torch.nn.Parameter(pad64(master))
             self._adam[name] = torch.optim.AdamW(
-                [self._flat[name]], lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay, fused=True
-            )  # fmt: skip
+                [self._flat[name]],
+                lr=s.lr,
+                betas=s.betas,
+                eps=s.eps,
+                weight_decay=s.weight_decay,
+                fused=True,
+            )
 
     def step(self, grads: dict[str, torch.Tensor]) -> tuple[float, int]:
         """Step with mean gradients; returns their norm before clipping and how many are zero."""
@@ -105,7 +111,9 @@ class Reference:
                 continue
             momentum = self.momenta[name]
             momentum.lerp_(grad.view(s.matrix), 1 - s.momentum)
-            update = torch.lerp(grad.view(s.matrix), momentum, s.momentum) if s.nesterov else momentum
+            update = (
+                torch.lerp(grad.view(s.matrix), momentum, s.momentum) if s.nesterov else momentum
+            )
             scale = muon_scale(*s.matrix, s.scale_mode) * s.extra
             master.mul_(1 - s.lr * s.weight_decay)
             master.add_(orthogonalise(update).float().view(master.shape), alpha=-s.lr * scale)

@@ -99,7 +99,7 @@ def create_partition(name: str, partition: Sequence[Sequence[int]]) -> Group:
 
 
 def reduce_scatter_rows(buffer: torch.Tensor, group: Group, *, async_op: bool = False) -> Handle:
-    """Sum a buffer of `group.size` equal rows over the ranks; row `rank` receives the sum, in place.
+    """Sum a buffer of `group.size` equal rows over the ranks, in place into row `group.rank`.
 
     The other rows hold undefined values afterwards.
 

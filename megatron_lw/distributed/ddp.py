@@ -100,7 +100,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it backward only accumulates; use it for all micro-batches of a step but the last."""
+        """Backward only accumulates inside; for all micro-batches of a step but the last."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -108,7 +108,7 @@ class DistributedDataParallel(nn.Module):
             self._sync = before
 
     def zero_grad_buffer(self) -> None:
-        """Zero all gradient storage; call it (or `optimizer.zero_grad`) before each step's backward."""
+        """Zero all gradient storage; needed before the backward of each step."""
         for bucket in self._buckets:
             bucket.clear()
         self._reduced = False
@@ -162,7 +162,9 @@ class DistributedDataParallel(nn.Module):
         """
         managed = {id(p) for bucket in self._buckets for p in bucket.params.values()}
         for bucket in self._buckets:
-            tensors = [bucket.weights] if bucket.weights is not None else list(bucket.params.values())
+            tensors = (
+                [bucket.weights] if bucket.weights is not None else list(bucket.params.values())
+            )
             for tensor in tensors:
                 collectives.broadcast(tensor.detach(), bucket.group)
         rest = [p for p in self.module.parameters() if id(p) not in managed]

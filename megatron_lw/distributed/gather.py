@@ -1,7 +1,7 @@
 """Publish: the new weights from the masters' rows to the model on every rank.
 
-Three functions do it, in this order for each bucket, whether or not anything overlaps: `start` casts
-the row and sends it, `wait` waits, `land` copies what arrived into the model. A bucket whose
+Three functions do it, in this order for each bucket, whether or not anything overlaps: `start`
+casts the row and sends it, `wait` waits, `land` copies what arrived into the model. A bucket whose
 parameters have one dtype is gathered in place, in its weight storage, and has nothing to land. A
 bucket of several dtypes travels packed: each row is the bytes of its slots, one after another, each
 in its own dtype (an FP32 weight stays FP32), all rows padded to the longest.

@@ -1,7 +1,7 @@
 """Gradients to their rows: one reduce-scatter a bucket, then the average.
 
-The sum is divided after the reduction, on the row alone: integer-valued gradients then give the same
-bits on any number of ranks, and only 1/D of the elements is touched.
+The sum is divided after the reduction, on the row alone: integer-valued gradients then give the
+same bits on any number of ranks, and only 1/D of the elements is touched.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ def _agree(what: str, facts: Sequence[Fact], group: Group, world: Group) -> None
     digests = all_gather_objects(digest_facts(facts), group)
     problem = None
     if len(set(digests)) > 1:
-        problem = PlanMismatchError(_first_difference(what, all_gather_objects(facts, group), group))
+        problem = PlanMismatchError(
+            _first_difference(what, all_gather_objects(facts, group), group)
+        )
     agree_or_raise(problem, world)
 
 
@@ -81,9 +83,9 @@ def _first_difference(what: str, gathered: Sequence[Sequence[Fact]], group: Grou
             if mine != theirs:
                 name = min(mine[0], theirs[0]) if mine[0] != theirs[0] else mine[0]
                 return (
-                    f"{what} differ between ranks {group.ranks[0]} and {group.ranks[index]} of group "
-                    f"{group.name!r}; first at {name!r}: {mine} against {theirs}; build the same "
-                    "model with the same settings on both"
+                    f"{what} differ between ranks {group.ranks[0]} and {group.ranks[index]} of "
+                    f"group {group.name!r}; first at {name!r}: {mine} against {theirs}; build "
+                    "the same model with the same settings on both"
                 )
         if len(reference) != len(other):
             longer = reference if len(reference) > len(other) else other

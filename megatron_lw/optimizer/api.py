@@ -20,7 +20,6 @@ from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer
 from megatron_lw.overrides import ParamGroupOverride, ParamKey
 
 
-
 def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],

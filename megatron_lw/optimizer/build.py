@@ -1,6 +1,6 @@
 """From wrapped model chunks to a running optimizer: the flow of the design, once, at construction.
 
-    describe -> agree -> route -> plan -> layout -> buffers -> masters -> children -> publishers
+describe -> agree -> route -> plan -> layout -> buffers -> masters -> children -> publishers
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def build_runtime(
 ) -> Runtime:
     """Build everything and attach the buckets to the chunks.
 
-    Collective: all-gathers of digests over the groups; one broadcast a bucket over its reduce group,
-    so that replicas start equal. A failure on one rank raises on all.
+    Collective: all-gathers of digests over the groups; one broadcast a bucket over its reduce
+    group, so that replicas start equal. A failure on one rank raises on all.
 
     Raises:
         ConfigError: the model or the settings cannot be honoured.
@@ -242,9 +242,7 @@ def _children(
     children: list[Child] = []
     for domain, plan in plans.items():
         for kind in sorted({bucket.child for bucket in plan.buckets}):
-            mine = [
-                p for p in placed if p.domain == domain and plan.buckets[p.index].child == kind
-            ]
+            mine = [p for p in placed if p.domain == domain and plan.buckets[p.index].child == kind]
             rows = [masters[p.buffer] for p in mine]
             if kind == "adam":
                 children.append(AdamChild(rows, routing.group_of, backend))

@@ -1,13 +1,14 @@
 """From a model to facts: the only module that reads attributes off parameters.
 
-`describe` walks the model chunks once and returns a frozen `ParamInfo` for each trainable parameter.
-Every later stage works from these records and never asks the parameter again. Facts come from
-`annotate` (native models) and from Megatron's own attributes; a tag that contradicts the sizes raises.
+`describe` walks the model chunks once and returns a frozen `ParamInfo` for each trainable
+parameter. Every later stage works from these records and never asks the parameter again. Facts come
+from `annotate` (native models) and from Megatron's own attributes; a tag that contradicts the sizes
+raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -298,35 +299,44 @@ def _megatron_tags(name: str, param: nn.Parameter) -> Annotation:
 
 
 def _check_tags(what: str, param: nn.Parameter, tags: Annotation) -> None:
-    """Refuse tags that contradict the shape or each other."""
-    shape = tuple(param.shape)
+    """Refuse tags that contradict the shape or each other.
+
+    Raises:
+        ConfigError: naming the parameter, the first tag that is wrong and its value.
+    """
+    for problem in (*_contradicting_tags(param, tags), *_misfitting_tags(param, tags)):
+        raise ConfigError(f"{what}: {problem}")
+
+
+def _contradicting_tags(param: nn.Parameter, tags: Annotation) -> Iterator[str]:
+    """What is wrong with the tags by themselves and with the kind of parameter."""
     if not param.is_floating_point():
-        raise ConfigError(f"{what} has dtype {param.dtype}; only floating-point weights are stepped")
-    if tags.tp_dim is not None and not 0 <= tags.tp_dim < param.dim():
-        raise ConfigError(f"{what}: tp_dim = {tags.tp_dim} is not a dimension of shape {shape}")
-    if tags.matrices < 1 or (param.dim() and shape[0] % tags.matrices):
-        raise ConfigError(f"{what}: matrices = {tags.matrices} does not divide rows of {shape}")
-    if tags.matrices > 1 and param.dim() < 2:
-        raise ConfigError(f"{what}: matrices = {tags.matrices}, but shape {shape} has no matrix")
-    if tags.blocks is not None and (not tags.blocks or min(tags.blocks) < 1):
-        raise ConfigError(f"{what}: blocks = {tags.blocks} must be positive row counts")
-    if tags.blocks is not None and tags.tp_dim != 0 and sum(tags.blocks) != shape[0]:
-        raise ConfigError(
-            f"{what}: blocks {tags.blocks} sum to {sum(tags.blocks)}, but it has {shape[0]} rows"
-        )
-    if tags.logical_rows is not None and tags.tp_dim is None and not (
-        0 < tags.logical_rows <= shape[0]
-    ):
-        raise ConfigError(
-            f"{what}: logical_rows = {tags.logical_rows}, but it stores {shape[0]} rows"
-        )
+        yield f"its dtype is {param.dtype}; only floating-point weights are stepped"
     if tags.embedding and tags.output:
-        raise ConfigError(f"{what} is tagged both embedding and output; tie them with tied=NAME")
+        yield "it is tagged both embedding and output; drop one, and tie copies with tied=NAME"
     if tags.use_muon and (tags.embedding or tags.output):
-        raise ConfigError(f"{what}: use_muon=True contradicts the embedding or output tag")
+        yield "use_muon=True contradicts the embedding or output tag; drop one of them"
     if tags.use_muon and param.dim() < 2:
-        raise ConfigError(f"{what}: use_muon=True, but shape {shape} is not a matrix")
+        yield f"use_muon=True, but shape {tuple(param.shape)} is not a matrix"
     if tags.expert and tags.sequence_parallel:
-        raise ConfigError(f"{what} is tagged expert and sequence_parallel, which exclude each other")
+        yield "the tags expert and sequence_parallel exclude each other; drop one of them"
     if tags.keep_fp32 and param.dtype != torch.float32:
-        raise ConfigError(f"{what}: keep_fp32 is set but its dtype is {param.dtype}")
+        yield f"keep_fp32 is set but its dtype is {param.dtype}; make it float32 first"
+
+
+def _misfitting_tags(param: nn.Parameter, tags: Annotation) -> Iterator[str]:
+    """What in the tags does not fit the shape."""
+    shape = tuple(param.shape)
+    rows = shape[0] if shape else 0
+    if tags.tp_dim is not None and not 0 <= tags.tp_dim < len(shape):
+        yield f"tp_dim = {tags.tp_dim} is not a dimension of shape {shape}"
+    if tags.matrices < 1 or (shape and rows % tags.matrices):
+        yield f"matrices = {tags.matrices} does not divide the rows of {shape}"
+    if tags.matrices > 1 and len(shape) < 2:
+        yield f"matrices = {tags.matrices}, but shape {shape} has no matrix"
+    if tags.blocks is not None and (not tags.blocks or min(tags.blocks) < 1):
+        yield f"blocks = {tags.blocks} must be positive row counts"
+    elif tags.blocks is not None and tags.tp_dim != 0 and sum(tags.blocks) != rows:
+        yield f"blocks {tags.blocks} sum to {sum(tags.blocks)}, but it has {rows} rows"
+    if tags.logical_rows is not None and tags.tp_dim is None and not 0 < tags.logical_rows <= rows:
+        yield f"logical_rows = {tags.logical_rows}, but it stores {rows} rows"

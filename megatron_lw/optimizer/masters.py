@@ -1,8 +1,8 @@
 """The fp32 masters: one flat row a bucket on each rank, and nothing else.
 
-A parameter's weight is always the master cast to the weight's dtype (DESIGN's rule for the bits); the
-masters are seeded from the weights once, and again only when the caller says that the weights are
-newer (`reload_model_params`).
+A parameter's weight is always the master cast to the weight's dtype (DESIGN's rule for the bits);
+the masters are seeded from the weights once, and again only when the caller says that the weights
+are newer (`reload_model_params`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which child and which parameter group takes which parameter: decided once, here.
 
-Shape and tags decide the child, overrides may change it; the buffers, the children and the report all
-read the same table, so they cannot disagree. Groups are identified by name and are the same, in the
-same order, on every rank, empty ones included.
+Shape and tags decide the child, overrides may change it; the buffers, the children and the report
+all read the same table, so they cannot disagree. Groups are identified by name and are the same, in
+the same order, on every rank, empty ones included.
 """
 
 from __future__ import annotations
@@ -278,9 +278,7 @@ def _group_spec(child: str, is_expert: bool, settings: Mapping[str, Any]) -> Par
     ordered = tuple(sorted(settings.items()))
     parts = [child, "expert" if is_expert else "dense"]
     parts += [f"{key}={value}" for key, value in ordered]
-    return ParamGroupSpec(
-        name="/".join(parts), child=child, is_expert=is_expert, settings=ordered
-    )
+    return ParamGroupSpec(name="/".join(parts), child=child, is_expert=is_expert, settings=ordered)
 
 
 def _matrix_text(view: MatrixView | None) -> str:

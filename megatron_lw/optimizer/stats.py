@@ -1,9 +1,10 @@
 """Norm, zero count and non-finite check of the gradient: every logical element once, one reduction.
 
-The sums of squares are taken in fp32 over runs of 64 Ki elements and added in fp64; the zero count is
-int64 on each rank and travels as fp64, which is exact below 2**53. Only where the total is not finite,
-or so small that squares may have underflowed, do all ranks measure again with care: in fp64, and
-looking for the elements that are not finite. All ranks see the same total, so they agree on that.
+The sums of squares are taken in fp32 over runs of 64 Ki elements and added in fp64; the zero count
+is int64 on each rank and travels as fp64, which is exact below 2**53. Only where the total is not
+finite, or so small that squares may have underflowed, do all ranks measure again with care: in
+fp64, and looking for the elements that are not finite. All ranks see the same total, so they agree
+on that.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     whole = x.numel() // _RUN * _RUN
     norms = torch.linalg.vector_norm(x[:whole].view(-1, _RUN), dim=1, dtype=torch.float32)
     tail = torch.linalg.vector_norm(x[whole:], dtype=torch.float32)
-    return norms.double().square_().sum() + tail.double().square_()
+    total: torch.Tensor = norms.double().square_().sum() + tail.double().square_()
+    return total
 
 
 def _total(

@@ -70,8 +70,8 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             finite), and the number of zero gradient elements (None unless
             `config.log_num_zeros_in_grad`).
 
-        Collective: per bucket one reduce-scatter and one all-gather over its reduce group and, where
-        matrices are cut, two all-to-alls over its exchange group; one all-reduce over
+        Collective: per bucket one reduce-scatter and one all-gather over its reduce group and,
+        where matrices are cut, two all-to-alls over its exchange group; one all-reduce over
         `groups.grad_stats`. Every rank calls it.
 
         Raises:
@@ -106,9 +106,9 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         return True, measured.norm, measured.zeros
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradient storage of all chunks; `set_to_none` has no effect, as torch's has none.
+        """Zero the gradient storage of all chunks.
 
-        There is no `param.grad` to set: gradients live in `param.main_grad`.
+        `set_to_none` has no effect: there is no `param.grad`, gradients live in `main_grad`.
         """
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
@@ -131,7 +131,9 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         return "\n\n".join(plan.describe() for plan in self._runtime.plans.values())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give parameters of the model a group of their own; re-plans, so only before the first step.
+        """Give parameters of the model a group of their own; only before the first step.
+
+        The plan is made anew, with storage and masters.
 
         Args:
             param_group: `params` (parameters of the wrapped model, trainable by now) and settings
@@ -157,7 +159,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         self.param_groups[:] = make_param_groups(self.config, self._runtime)
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: the state lies in rows on all ranks, which no dictionary of one rank can hold."""
+        """Refused: the state lies in rows on all ranks, not in one dictionary."""
         raise StateError("state_dict() of one rank holds no usable state; save sharded checkpoints")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

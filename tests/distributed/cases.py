@@ -97,9 +97,7 @@ def build(
         model, groups, megatron_lw.DDPConfig(bucket_size=bucket_size)
     )
     settings = megatron_lw.OptimizerConfig(**config)
-    return ddp, megatron_lw.get_megatron_optimizer(
-        settings, [ddp], pg_collection=groups, **options
-    )
+    return ddp, megatron_lw.get_megatron_optimizer(settings, [ddp], pg_collection=groups, **options)
 
 
 def train(

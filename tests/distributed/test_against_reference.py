@@ -155,7 +155,7 @@ def test_registration_order_changes_nothing():
 
 
 def test_every_rank_makes_the_same_calls():
-    """Collectives per step: one reduce-scatter and gather a bucket, two all-to-alls a cut bucket."""
+    """One reduce-scatter and one gather a bucket, two all-to-alls a cut bucket."""
     runs = run_ranks(_train, 4, MIXED, MUON, 1500, 2)
     calls = [run.facts["calls"] for run in runs]
     assert all(c == calls[0] for c in calls)

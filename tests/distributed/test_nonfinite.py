@@ -72,7 +72,9 @@ def test_raise_names_parameter_and_rank_and_changes_nothing(poison, name):
 
 
 def test_skip_changes_nothing_and_later_steps_never_saw_it():
-    for result, message, unchanged, same_later in run_ranks(nonfinite, 2, "skip", math.inf, "a_weight"):
+    for result, message, unchanged, same_later in run_ranks(
+        nonfinite, 2, "skip", math.inf, "a_weight"
+    ):
         assert message == ""
         assert result[0] is False and result[1] is None
         assert unchanged and same_later
@@ -94,7 +96,9 @@ def test_huge_but_finite_norm_is_measured_right():
     assert len({norm for (_, norm, _), _ in results}) == 1
     (success, norm, _), unchanged = results[0]
     total = sum(
-        ((integer_grads(SHAPES, 0, 0)[n] + integer_grads(SHAPES, 1, 0)[n]).double() / 2).square().sum()
+        ((integer_grads(SHAPES, 0, 0)[n] + integer_grads(SHAPES, 1, 0)[n]).double() / 2)
+        .square()
+        .sum()
         for n in SHAPES
     )
     assert success and not unchanged

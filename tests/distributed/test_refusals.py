@@ -137,8 +137,12 @@ def test_tags_that_contradict_the_shape_or_each_other(tag, text):
 
 @pytest.mark.parametrize(
     ("tag", "text"),
-    [({"use_muon": True}, "not a matrix"), ({"matrices": 2}, "no matrix"), ({"keep_fp32": True}, "bfloat16")],
-)  # fmt: skip
+    [
+        ({"use_muon": True}, "not a matrix"),
+        ({"matrices": 2}, "no matrix"),
+        ({"keep_fp32": True}, "bfloat16"),
+    ],
+)
 def test_tags_that_contradict_a_bf16_vector(tag, text):
     with pytest.raises(ConfigError, match=text):
         megatron_lw.annotate(nn.Parameter(torch.zeros(24, dtype=torch.bfloat16)), **tag)

@@ -24,8 +24,8 @@ class AdamChild:
         backend: the fused kernel.
     """
 
-    name = "adam"
-    state_keys = ("exp_avg", "exp_avg_sq")
+    name: str = "adam"
+    state_keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     workspace_nbytes = 0
 
     def __init__(

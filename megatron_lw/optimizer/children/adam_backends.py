@@ -82,8 +82,8 @@ class FusedAdamBackend:
     """A `FusedAdam` optimizer class (Transformer Engine's or apex's) used as a function.
 
     Both classes keep `exp_avg` and `exp_avg_sq` in `state[param]` and the step count in the group;
-    handing them our rows as parameters, with state and count set before the call, makes them step in
-    place on our storage.
+    handing them our rows as parameters, with state and count set before the call, makes them step
+    in place on our storage.
     """
 
     def __init__(self, name: str, fused_adam: FusedAdamClass) -> None:

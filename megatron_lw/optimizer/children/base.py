@@ -1,8 +1,8 @@
 """What the layer-wise optimizer and its children agree on.
 
-A child steps whole buckets: every bucket belongs to one child, so a child's state is flat rows beside
-the master row. Settings come from live parameter groups, read at every step, so that any scheduler
-drives them.
+A child steps whole buckets: every bucket belongs to one child, so a child's state is flat rows
+beside the master row. Settings come from live parameter groups, read at every step, so that any
+scheduler drives them.
 """
 
 from __future__ import annotations

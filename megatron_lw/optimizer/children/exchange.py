@@ -1,8 +1,8 @@
 """The exchange: pieces of cut matrices to their owners, and the updates back.
 
-The schedule is integers computed once from the plan; every rank of the exchange group has its own and
-all call the same two all-to-alls for a bucket that has cut matrices. A matrix that lies wholly in its
-owner's row is in no schedule: it never moves.
+The schedule is integers computed once from the plan; every rank of the exchange group has its own
+and all call the same two all-to-alls for a bucket that has cut matrices. A matrix that lies wholly
+in its owner's row is in no schedule: it never moves.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ def matrix_pieces(plan: OwnershipPlan, layout: BucketLayout, bucket: int) -> dic
     return pieces
 
 
-def schedule(
-    plan: OwnershipPlan, layout: BucketLayout, bucket: int, rank: int
-) -> ExchangeSchedule:
+def schedule(plan: OwnershipPlan, layout: BucketLayout, bucket: int, rank: int) -> ExchangeSchedule:
     """This rank's part in the exchange of one bucket.
 
     Args:
@@ -169,7 +167,8 @@ class Exchange:
 
     Attributes:
         assembly: cut matrices this rank owns, whole, one after another: `[assembly_numel]`.
-            Aliases the buffers, so it is valid from `assemble` until the buffers serve another bucket.
+            Aliases the buffers, so it is valid from `assemble` until the buffers serve another
+            bucket.
     """
 
     def __init__(self, plan: ExchangeSchedule, group: Group, buffers: ExchangeBuffers) -> None:

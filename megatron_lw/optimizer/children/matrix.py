@@ -1,7 +1,7 @@
 """`MatrixChild`: steps buckets of matrices, each whole matrix at its owner.
 
-Per bucket there are three parts, and the parts of neighbouring buckets interleave so that the exchange
-of one runs under the Newton-Schulz iteration of the bucket before:
+Per bucket there are three parts, and the parts of neighbouring buckets interleave so that the
+exchange of one runs under the Newton-Schulz iteration of the bucket before:
 
     begin(b)    momentum in the rows; pieces of cut matrices leave for their owners
     compute(b)  the owner orthogonalises its matrices; updates of cut ones leave for their rows
@@ -9,7 +9,8 @@ of one runs under the Newton-Schulz iteration of the bucket before:
 
     order: begin 0 | begin 1, compute 0 | begin 2, compute 1, apply 0 | ...
 
-The update is rounded to the exchange dtype whether or not it travelled, so cutting changes no number.
+The update is rounded to the exchange dtype whether or not it travelled, so cutting changes no
+number.
 """
 
 from __future__ import annotations
