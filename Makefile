@@ -10,17 +10,16 @@ STAMP := .venv/.installed
 setup: $(STAMP)
 
 # A candidate may exist and not run (version managers leave such), or lack venv: each is tried.
+# A .venv that runs is kept, so that after a changed requirement only the difference is installed.
 $(STAMP): requirements-dev.txt pyproject.toml setup.py
-	@set -e; found=; \
+	@if $(PY) -c '' >/dev/null 2>&1; then exit 0; fi; \
 	for python in $(PYTHONS); do \
 		if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
-			>/dev/null 2>&1; then found=$$python; break; fi; \
+			>/dev/null 2>&1; then \
+			echo "building .venv with $$python"; exec $$python -m venv --clear .venv; \
+		fi; \
 	done; \
-	if [ -z "$$found" ]; then \
-		echo "no Python >= 3.11 with venv among: $(PYTHONS); install one" >&2; exit 1; \
-	fi; \
-	echo "building .venv with $$found"; \
-	$$found -m venv --clear .venv
+	echo "none of $(PYTHONS) is a Python >= 3.11 with venv; install one" >&2; exit 1
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
@@ -33,10 +32,11 @@ test: $(STAMP)
 	$(PY) -m pytest
 
 lint: $(STAMP)
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
-	$(PY) -m codespell_lib
+	@failed=0; \
+	for check in "ruff check ." "ruff format --check ." mypy codespell_lib; do \
+		echo "$(PY) -m $$check"; $(PY) -m $$check || failed=1; \
+	done; \
+	exit $$failed
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) benchmarks/step.py
