@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from megatron_lw.optimizer.children.base import ParamGroup
 from megatron_lw.optimizer.param_groups import make_param_groups
 from megatron_lw.optimizer.routing import ExplicitGroup
 from megatron_lw.optimizer.timings import Stopwatch
+from megatron_lw.overrides import ParamGroupOverride, ParamKey, check_overrides
 
 Rebuild = Callable[[Sequence[ExplicitGroup]], Runtime]
 StepResult = tuple[bool, float | None, int | None]
@@ -137,13 +138,14 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
 
         Args:
             param_group: `params` (parameters of the wrapped model, trainable by now) and settings
-                among those of `ParamGroupOverride`.
+                among those of `ParamGroupOverride`; `lr` is another word for `max_lr`.
 
         Collective: as construction; every rank adds the same groups in the same order.
 
         Raises:
             StateError: a step has been taken.
-            ConfigError: a parameter is not of the wrapped model, is frozen, or is in two groups.
+            ConfigError: a parameter is not of the wrapped model, is frozen, or is in two groups;
+                a setting is unknown.
         """
         if not self._built:
             super().add_param_group(param_group)
@@ -211,10 +213,11 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         frozen = [names[id(p)] for p in params if not p.requires_grad]
         if frozen:
             raise ConfigError(f"parameter {frozen[0]!r} is frozen: set requires_grad first")
-        settings = {key: value for key, value in param_group.items() if key != "params"}
-        return ExplicitGroup(
-            params=tuple(names[id(p)] for p in params), settings=tuple(sorted(settings.items()))
-        )
+        members = tuple(names[id(p)] for p in params)
+        settings = {("max_lr" if k == "lr" else k): v for k, v in param_group.items()}
+        del settings["params"]
+        check_overrides({ParamKey(name=members): cast(ParamGroupOverride, settings)})
+        return ExplicitGroup(params=members, settings=tuple(sorted(settings.items())))
 
     @contextmanager
     def _breaking(self, stage: str) -> Iterator[None]:
