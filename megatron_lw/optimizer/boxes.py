@@ -69,7 +69,9 @@ def tensor_parallel_boxes(
         shape = (*local_shape[:tp_dim], length, *local_shape[tp_dim + 1 :])
         local = (*origin[:tp_dim], local_start, *origin[tp_dim + 1 :])
         at = global_start + tp_rank * length
-        pairs.append(BoxPair(Box(local, shape), Box((*origin[:tp_dim], at, *origin[tp_dim + 1 :]), shape)))
+        pairs.append(
+            BoxPair(Box(local, shape), Box((*origin[:tp_dim], at, *origin[tp_dim + 1 :]), shape))
+        )
         local_start += length
         global_start += part
     return global_shape, tuple(pairs)

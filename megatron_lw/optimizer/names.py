@@ -16,9 +16,7 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
 
     It is total: two different names never compare equal.
     """
-    parts = [
-        (0, int(part), "") if part.isdigit() else (1, 0, part) for part in _DIGITS.split(name)
-    ]
+    parts = [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in _DIGITS.split(name)]
     return (*parts, (2, 0, name))
 
 
