@@ -173,7 +173,7 @@ class OptimizerConfig:
     use_layer_wise_distributed_optimizer: bool = False
     """No effect: the optimizer is always layer-wise, for Adam as for Muon."""
     overlap_param_gather: bool = False
-    """Refused: overlap the gather of the weights with forward."""
+    """Must not contradict `DDPConfig.overlap_param_gather`, which decides."""
     overlap_param_gather_with_optimizer_step: bool = False
     """Refused: gather the first bucket while others are stepped."""
 

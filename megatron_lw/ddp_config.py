@@ -45,13 +45,13 @@ DDP_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
             "gradients are accumulated and reduced in fp32; False: in the dtype of the weight",
             differs="a BF16 sum over many ranks and micro-batches loses the small gradients",
         ),
-        "overlap_grad_reduce": refused(
-            "a reduction that overlaps with backward is not supported yet", "drop it"
+        "overlap_grad_reduce": honoured(
+            flag(), "a bucket is reduced while backward goes on, from the second step on"
         ),
-        "overlap_param_gather": refused(
-            "a gather that overlaps with forward is not supported yet", "drop it"
+        "overlap_param_gather": honoured(
+            flag(), "weights are gathered while the next forward goes on"
         ),
-        "align_param_gather": no_effect("read only with overlap_param_gather, which is refused"),
+        "align_param_gather": no_effect("every gather is started by the step itself"),
         "use_distributed_optimizer": no_effect("gradients are always reduced into rows"),
         "num_distributed_optimizer_instances": refused(
             "rows are spread over the whole data-parallel group", "leave it at 1"

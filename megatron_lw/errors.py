@@ -27,5 +27,9 @@ class StateError(LayerWiseError, RuntimeError):
     """A call that the present state of a bucket or of the optimizer does not allow."""
 
 
+class CommunicationError(LayerWiseError, RuntimeError):
+    """A collective failed or timed out: another rank is dead, stuck or elsewhere in the program."""
+
+
 class NonFiniteError(LayerWiseError, ArithmeticError):
     """A gradient or master that is not finite; names the parameter and the rank."""

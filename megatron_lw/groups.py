@@ -18,17 +18,20 @@ from megatron_lw.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Domain = Literal["dense", "expert"]
+Domain = Literal["dense", "expert", "replicated"]
+"""Parameters that share a reduction group; "replicated" ones are copies on all ranks of a stage."""
+
+DOMAINS: tuple[Domain, ...] = ("dense", "expert", "replicated")
 
 
 @dataclass(frozen=True, slots=True)
 class DomainGroups:
-    """The groups that one domain (dense or expert) works with.
+    """The groups that one domain works with.
 
     Attributes:
-        reduce: ranks that hold a copy of the same local parameter and its rows: `dp` or
-            `expert_dp`.
-        tensor: ranks that hold the other parts of the same matrix: `tp` or `expert_tp`.
+        reduce: ranks that hold a copy of the same local parameter and its rows: `dp`, `expert_dp` or
+            `replicas`.
+        tensor: ranks that hold the other parts of the same matrix: `tp`, `expert_tp`, or this rank.
         exchange: both together, tensor rank fastest: owners are ranks of this group.
     """
 
@@ -56,6 +59,7 @@ class ParallelGroups:
         embedding: first and last pipeline stage, which may share a tied embedding.
         replicas: all ranks of one pipeline stage, over which parameters are replicated that other
             sharding leaves aside.
+        control: all ranks, for agreements between hosts; on gloo, so that they wait for no GPU.
     """
 
     world: Group
@@ -71,6 +75,7 @@ class ParallelGroups:
     grad_stats: Group
     embedding: Group
     replicas: Group
+    control: Group
 
     def __post_init__(self) -> None:
         """Check that the sizes fit together.
@@ -87,6 +92,7 @@ class ParallelGroups:
         stage = self.tp.size * self.dp.size
         _require_size(self.world, stage * self.pp.size, "tp x dp x pp")
         _require_size(self.grad_stats, self.world.size, "world")
+        _require_size(self.control, self.world.size, "world")
         _require_size(self.replicas, stage, "tp x dp")
         experts = self.expert_tp.size * self.ep.size * self.expert_dp.size
         if experts != stage:
@@ -100,10 +106,13 @@ class ParallelGroups:
             )
 
     def domain(self, domain: Domain) -> DomainGroups:
-        """The groups of the dense or the expert domain."""
+        """The groups of one domain."""
         if domain == "dense":
             return DomainGroups(self.dp, self.tp, self.tp_dp)
-        return DomainGroups(self.expert_dp, self.expert_tp, self.expert_tp_dp)
+        if domain == "expert":
+            return DomainGroups(self.expert_dp, self.expert_tp, self.expert_tp_dp)
+        alone = Group("tensor", (self.world.ranks[self.world.rank],), 0, None)
+        return DomainGroups(self.replicas, alone, self.replicas)
 
     @classmethod
     def single(cls) -> ParallelGroups:
@@ -169,6 +178,7 @@ class ParallelGroups:
         groups["embedding"] = collectives.create_partition("embedding", ends)
         groups["grad_stats"] = groups["world"].renamed("grad_stats")
         groups["replicas"] = groups["tp_dp"].renamed("replicas")
+        groups["control"] = collectives.create_control_group(groups["world"])
         return cls(**groups)
 
     @classmethod
@@ -194,7 +204,12 @@ class ParallelGroups:
             if needed not in handles:
                 raise ConfigError(f"group {needed!r} is missing: there is no default process group")
         groups = {name: collectives.adopt(name, handle) for name, handle in handles.items()}
-        fallback = {"grad_stats": "world", "replicas": "tp_dp", "tp_dp": "replicas"}
+        fallback = {
+            "grad_stats": "world",
+            "control": "world",
+            "replicas": "tp_dp",
+            "tp_dp": "replicas",
+        }
         if "tp" not in groups:
             fallback["tp_dp"] = "dp"
         if "ep" not in groups:

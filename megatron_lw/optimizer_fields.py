@@ -131,8 +131,8 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         "adaptive_muon_eps": no_effect(_OTHER_OPTIMIZER),
         "use_distributed_optimizer": no_effect("state is always spread over data-parallel ranks"),
         "use_layer_wise_distributed_optimizer": no_effect("the optimizer is always layer-wise"),
-        "overlap_param_gather": refused(
-            "a gather that overlaps with forward is not supported yet", "drop it"
+        "overlap_param_gather": honoured(
+            flag(), "checked against DDPConfig.overlap_param_gather, which decides"
         ),
         "overlap_param_gather_with_optimizer_step": refused(
             "a bucket is published after every child has stepped what it holds", "drop it"

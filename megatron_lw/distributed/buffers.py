@@ -7,7 +7,7 @@ enum; a move that would mix two contents raises instead of corrupting a number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 
 import torch
@@ -17,7 +17,7 @@ from megatron_lw.distributed.collectives import Handle, own_row
 from megatron_lw.distributed.group import Group
 from megatron_lw.errors import StateError
 from megatron_lw.optimizer.describe import bind_main_grad
-from megatron_lw.optimizer.layout import BucketLayout
+from megatron_lw.optimizer.layout import BucketLayout, Slot
 
 
 class GradState(Enum):
@@ -45,6 +45,9 @@ class BucketBuffer:
         names: global names, in the order of `layout.params`.
         group: the reduce group; the bucket has one row for each of its ranks.
         divisor: what the summed gradient is divided by (the number of ranks averaged over).
+        tied: whether it holds a copy of a weight that another pipeline stage shares.
+        sequence_parallel: names of replicated parameters whose gradients are summed over tensor
+            parallelism.
         grads: gradient storage, grad dtype, `[layout.numel]`.
         grad_state: what `grads` holds.
         weight_state: how the weights relate to the masters.
@@ -60,11 +63,15 @@ class BucketBuffer:
         *,
         divisor: int,
         grad_dtype: torch.dtype,
+        tied: bool = False,
+        sequence_parallel: frozenset[str] = frozenset(),
     ) -> None:
         self.layout = layout
         self.names = names
         self.group = group
         self.divisor = divisor
+        self.tied = tied
+        self.sequence_parallel = sequence_parallel
         self.grad_state = GradState.EMPTY
         self.weight_state = WeightState.PUBLISHED
         self.handle = Handle()
@@ -85,9 +92,35 @@ class BucketBuffer:
         return self._params
 
     @property
+    def label(self) -> str:
+        """What messages call it."""
+        return f"bucket of {self.names[0]!r}"
+
+    @property
     def grad_row(self) -> torch.Tensor:
         """This rank's row of the gradient storage. Aliases `grads`; valid once REDUCED."""
         return own_row(self.grads, self.group)
+
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """The weights, in as few tensors as hold them."""
+        if self.weights is not None:
+            return [self.weights]
+        return [param.detach() for param in self._params.values()]
+
+    def row_slots(self) -> Iterator[tuple[str, Slot]]:
+        """Name and slot of each parameter that has elements in this rank's row."""
+        names = dict(zip(self.layout.params, self.names, strict=True))
+        for slot in self.layout.slots[self.group.rank]:
+            yield names[slot.param], slot
+
+    def sequence_parallel_grads(self) -> list[torch.Tensor]:
+        """Views of the parts of the gradient row that belong to sequence-parallel parameters."""
+        row = self.grad_row
+        return [
+            row[slot.row_start : slot.row_start + slot.numel]
+            for name, slot in self.row_slots()
+            if name in self.sequence_parallel
+        ]
 
     def add_gradient(self, name: str, grad: torch.Tensor | None) -> None:
         """Add a gradient that autograd produced; None if the layer has added it itself.
@@ -113,7 +146,7 @@ class BucketBuffer:
         """
         if self.grad_state not in (GradState.EMPTY, GradState.ACCUMULATING):
             raise StateError(
-                f"bucket of {self.names[0]!r} cannot be reduced: it holds {self.grad_state.value}; "
+                f"{self.label} cannot be reduced: it holds {self.grad_state.value}; "
                 "call zero_grad() before the next backward"
             )
         self.grad_state = GradState.REDUCING
@@ -143,7 +176,7 @@ class BucketBuffer:
     def _expect(self, state: GradState, what: str) -> None:
         if self.grad_state is not state:
             raise StateError(
-                f"bucket of {self.names[0]!r} cannot {what}: it holds {self.grad_state.value}; "
+                f"{self.label} cannot {what}: it holds {self.grad_state.value}; "
                 "call zero_grad() and backward() before each step()"
             )
 

@@ -10,14 +10,15 @@ Names that change between torch releases are chosen once, here: torch 2.13 depre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from megatron_lw.distributed.group import Group
-from megatron_lw.errors import ConfigError, LayerWiseError
+from megatron_lw.errors import CommunicationError, ConfigError, LayerWiseError
 
 ReduceOp = Literal["sum", "max", "min"]
 T = TypeVar("T")
@@ -36,12 +37,18 @@ _reduce_scatter: Callable[..., Any] = vars(dist).get("reduce_scatter_single") or
 
 
 class Handle:
-    """A collective that may still be under way. `wait` makes its result usable; twice is once."""
+    """A collective that may still be under way. `wait` makes its result usable; twice is once.
 
-    __slots__ = ("_work",)
+    Args:
+        work: torch's handle; None if there is nothing to wait for.
+        what: what the collective does, for the message if it fails.
+    """
 
-    def __init__(self, work: Any | None = None) -> None:
+    __slots__ = ("_what", "_work")
+
+    def __init__(self, work: Any | None = None, what: str = "") -> None:
         self._work = work
+        self._what = what
 
     @property
     def outstanding(self) -> bool:
@@ -49,10 +56,30 @@ class Handle:
         return self._work is not None
 
     def wait(self) -> None:
-        """Block (on GPU: the current stream) until the result is there."""
+        """Block (on GPU: the current stream) until the result is there.
+
+        Raises:
+            CommunicationError: the collective failed or timed out.
+        """
         work, self._work = self._work, None
         if work is not None:
-            work.wait()
+            with _named(self._what):
+                work.wait()
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say which collective failed, and what that means."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"{what} failed: another rank is dead, stuck or makes other calls ({error})"
+        ) from error
+
+
+def _describe(collective: str, group: Group, label: str) -> str:
+    return f"{collective} over group {group.name!r}{f' ({label})' if label else ''}"
 
 
 def is_initialised() -> bool:
@@ -98,7 +125,9 @@ def create_partition(name: str, partition: Sequence[Sequence[int]]) -> Group:
     return found
 
 
-def reduce_scatter_rows(buffer: torch.Tensor, group: Group, *, async_op: bool = False) -> Handle:
+def reduce_scatter_rows(
+    buffer: torch.Tensor, group: Group, *, async_op: bool = False, label: str = ""
+) -> Handle:
     """Sum a buffer of `group.size` equal rows over the ranks, in place into row `group.rank`.
 
     The other rows hold undefined values afterwards.
@@ -107,6 +136,7 @@ def reduce_scatter_rows(buffer: torch.Tensor, group: Group, *, async_op: bool = 
         buffer: any dtype, [group.size * row_numel], contiguous.
         group: the ranks that reduce.
         async_op: return before the result is there.
+        label: what it serves, for the message if it fails.
 
     Collective: reduce-scatter (sum) over `group`.
     """
@@ -114,16 +144,21 @@ def reduce_scatter_rows(buffer: torch.Tensor, group: Group, *, async_op: bool = 
     group.traffic.add("reduce_scatter", (buffer.numel() - row.numel()) * buffer.element_size())
     if group.handle is None:
         return Handle()
-    return Handle(_reduce_scatter(row, buffer, group=group.handle, async_op=async_op))
+    what = _describe("reduce-scatter", group, label)
+    with _named(what):
+        return Handle(_reduce_scatter(row, buffer, group=group.handle, async_op=async_op), what)
 
 
-def all_gather_rows(buffer: torch.Tensor, group: Group, *, async_op: bool = False) -> Handle:
+def all_gather_rows(
+    buffer: torch.Tensor, group: Group, *, async_op: bool = False, label: str = ""
+) -> Handle:
     """Fill a buffer of `group.size` equal rows from each rank's own row, in place.
 
     Args:
         buffer: any dtype but float8 (send those as uint8), [group.size * row_numel], contiguous.
         group: the ranks that gather.
         async_op: return before the result is there.
+        label: what it serves, for the message if it fails.
 
     Collective: all-gather over `group`.
     """
@@ -131,7 +166,9 @@ def all_gather_rows(buffer: torch.Tensor, group: Group, *, async_op: bool = Fals
     group.traffic.add("all_gather", (group.size - 1) * row.numel() * row.element_size())
     if group.handle is None:
         return Handle()
-    return Handle(_all_gather(buffer, row, group=group.handle, async_op=async_op))
+    what = _describe("all-gather", group, label)
+    with _named(what):
+        return Handle(_all_gather(buffer, row, group=group.handle, async_op=async_op), what)
 
 
 def own_row(buffer: torch.Tensor, group: Group) -> torch.Tensor:
@@ -157,6 +194,7 @@ def all_to_all(
     group: Group,
     *,
     async_op: bool = False,
+    label: str = "",
 ) -> Handle:
     """Send a run of `input_` to each rank and receive a run of `output` from each.
 
@@ -167,6 +205,7 @@ def all_to_all(
         input_splits: elements sent to each rank of the group.
         group: the ranks that exchange.
         async_op: return before the result is there.
+        label: what it serves, for the message if it fails.
 
     Collective: all-to-all over `group`; every rank calls it, also with nothing to send.
     """
@@ -175,13 +214,17 @@ def all_to_all(
     if group.handle is None:
         output.copy_(input_)
         return Handle()
-    work = dist.all_to_all_single(
-        output, input_, list(output_splits), list(input_splits), group.handle, async_op
-    )
-    return Handle(work)
+    what = _describe("all-to-all", group, label)
+    with _named(what):
+        work = dist.all_to_all_single(
+            output, input_, list(output_splits), list(input_splits), group.handle, async_op
+        )
+    return Handle(work, what)
 
 
-def all_reduce(tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> None:
+def all_reduce(
+    tensor: torch.Tensor, group: Group, op: ReduceOp = "sum", *, label: str = ""
+) -> None:
     """Reduce a tensor over the ranks, in place.
 
     Collective: all-reduce over `group`.
@@ -189,7 +232,8 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> None
     nbytes = 2 * (group.size - 1) * tensor.numel() * tensor.element_size() // group.size
     group.traffic.add("all_reduce", nbytes)
     if group.handle is not None:
-        dist.all_reduce(tensor, _OPS[op], group=group.handle)
+        with _named(_describe("all-reduce", group, label)):
+            dist.all_reduce(tensor, _OPS[op], group=group.handle)
 
 
 def all_gather_objects(obj: Any, group: Group) -> list[Any]:
@@ -201,7 +245,8 @@ def all_gather_objects(obj: Any, group: Group) -> list[Any]:
     if group.handle is None:
         return [obj]
     gathered: list[Any] = [None] * group.size
-    dist.all_gather_object(gathered, obj, group=group.handle)
+    with _named(_describe("all-gather of objects", group, "")):
+        dist.all_gather_object(gathered, obj, group=group.handle)
     return gathered
 
 
@@ -213,7 +258,8 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
     nbytes = tensor.numel() * tensor.element_size() if group.rank == source else 0
     group.traffic.add("broadcast", nbytes)
     if group.handle is not None:
-        dist.broadcast(tensor, src=group.ranks[source], group=group.handle)
+        with _named(_describe("broadcast", group, "")):
+            dist.broadcast(tensor, src=group.ranks[source], group=group.handle)
 
 
 def agree_or_raise(problem: Exception | None, group: Group) -> None:
@@ -230,6 +276,42 @@ def agree_or_raise(problem: Exception | None, group: Group) -> None:
     for rank, found in zip(group.ranks, problems, strict=True):
         if found is not None:
             raise type(found)(f"[rank {rank}] {found}") from problem
+
+
+def agree_on_failure(problem: Exception | None, group: Group) -> str | None:
+    """What went wrong on any rank, as text that names the rank; None if nothing did.
+
+    Cheap where nothing did: one integer travels.
+
+    Collective: all-reduce (max) over `group`; an all-gather of texts where a rank has a problem.
+    """
+    flag = torch.tensor([int(problem is not None)], dtype=torch.int32, device=_host_device(group))
+    all_reduce(flag, group, "max", label="agreement on failures")
+    if not int(flag):
+        return None
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    texts = all_gather_objects(text, group)
+    return "; ".join(
+        f"[rank {rank}] {found}" for rank, found in zip(group.ranks, texts, strict=True) if found
+    )
+
+
+def _host_device(group: Group) -> torch.device:
+    """Where a small tensor must be that this group can reduce."""
+    if group.handle is not None and dist.get_backend(group.handle) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def create_control_group(world: Group) -> Group:
+    """A group of all ranks that reduces host memory, so that agreeing never waits for a GPU.
+
+    Collective: creates a process group where the world's backend is not gloo already.
+    """
+    if world.handle is None or dist.get_backend(world.handle) == "gloo":
+        return world.renamed("control")
+    handle = dist.new_group(list(world.ranks), backend="gloo")
+    return Group("control", world.ranks, world.rank, handle)
 
 
 def attempt(check: Callable[[], T], group: Group) -> T:

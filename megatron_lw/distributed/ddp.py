@@ -18,6 +18,7 @@ from megatron_lw.ddp_config import DDPConfig
 from megatron_lw.distributed import collectives, reduce
 from megatron_lw.distributed.buffers import BucketBuffer, GradState
 from megatron_lw.distributed.gather import Publisher
+from megatron_lw.distributed.hooks import OverlappedGather, OverlappedReduce
 from megatron_lw.errors import ConfigError, StateError
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer.describe import take_gradient
@@ -33,11 +34,14 @@ class DistributedDataParallel(nn.Module):
         config: buckets and dtypes.
         names: local to global parameter names; needed where chunks or stages repeat names.
 
+    Attributes:
+        finalized: whether `finalize_model_grads` has finished the gradients of this step.
+
     Gradients live in one place: `param.main_grad`, a view of the bucket's storage, valid on every
     rank until the reduce and only in this rank's row after it. `param.grad` is None after backward.
 
     Raises:
-        ConfigError: `module` is already wrapped or has nothing to train.
+        ConfigError: `module` is already wrapped.
     """
 
     def __init__(
@@ -56,20 +60,32 @@ class DistributedDataParallel(nn.Module):
         self.ddp_config = config or DDPConfig()
         self.names = names or NameMap()
         self._buckets: tuple[BucketBuffer, ...] = ()
+        self._publishers: tuple[Publisher, ...] = ()
         self._hooks: list[RemovableHandle] = []
+        self._overlapped_reduce: OverlappedReduce | None = None
+        self._overlapped_gather: OverlappedGather | None = None
         self._sync = True
         self._reduced = False
-        self._publishers: tuple[Publisher, ...] = ()
+        self.finalized = False
         self._attached = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module."""
-        return self.module(*args, **kwargs)
+        """Call the wrapped module; weights still being gathered are waited for as they are read."""
+        gather = self._overlapped_gather
+        if gather is None or not gather.outstanding:
+            return self.module(*args, **kwargs)
+        with gather.guard():
+            return self.module(*args, **kwargs)
 
     @property
     def buckets(self) -> tuple[BucketBuffer, ...]:
         """The bucket storage, in the order in which backward completes the buckets."""
         return self._buckets
+
+    @property
+    def publishers(self) -> tuple[Publisher, ...]:
+        """What gathers each bucket, in the same order."""
+        return self._publishers
 
     def named_global_parameters(self, chunk: int = 0) -> Iterator[tuple[str, nn.Parameter]]:
         """Global name and parameter, frozen ones included."""
@@ -84,19 +100,28 @@ class DistributedDataParallel(nn.Module):
         """
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [self.module.register_load_state_dict_post_hook(self._after_load)]
+        self._hooks = [
+            self.module.register_load_state_dict_pre_hook(self._before_load),
+            self.module.register_load_state_dict_post_hook(self._after_load),
+        ]
         self._buckets = tuple(buckets)
         self._publishers = ()
-        self._reduced = False
+        self._reduced = self.finalized = False
+        if self.ddp_config.overlap_grad_reduce:
+            self._overlapped_reduce = OverlappedReduce(self._buckets)
         for bucket in self._buckets:
             for name, param in bucket.params.items():
-                hook = param.register_post_accumulate_grad_hook(_land_gradient(bucket, name))
+                hook = param.register_post_accumulate_grad_hook(self._land_gradient(bucket, name))
                 self._hooks.append(hook)
 
     def attach_publishers(self, publishers: Sequence[Publisher]) -> None:
         """Take what gathers the weights of this module's buckets, in the same order."""
         self._publishers = tuple(publishers)
         self._attached = True
+        if self._overlapped_gather is not None:
+            self._overlapped_gather.remove()
+        if self.ddp_config.overlap_param_gather:
+            self._overlapped_gather = OverlappedGather(self.module, self._publishers)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -111,10 +136,16 @@ class DistributedDataParallel(nn.Module):
         """Zero all gradient storage; needed before the backward of each step."""
         for bucket in self._buckets:
             bucket.clear()
-        self._reduced = False
+        self._reduced = self.finalized = False
+        if self._overlapped_reduce is not None:
+            self._overlapped_reduce.reset()
 
-    def finish_grad_sync(self) -> None:
-        """Reduce every bucket into its rows; `optimizer.step` calls it if nobody has.
+    def finish_grad_sync(self, divisor: float | None = None) -> None:
+        """Reduce every bucket into its rows, as far as backward has not; a second call does nothing.
+
+        Args:
+            divisor: what the summed gradients are divided by; each bucket's own divisor (the ranks
+                averaged over) if None.
 
         Collective: one reduce-scatter a bucket over its reduce group, on every rank.
 
@@ -127,57 +158,79 @@ class DistributedDataParallel(nn.Module):
         if self._reduced:
             return
         for bucket in self._buckets:
-            reduce.finish_reduce(bucket)
+            reduce.finish_reduce(bucket, divisor)
+        if self._overlapped_reduce is not None:
+            self._overlapped_reduce.finished()
         self._reduced = True
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply what the gradient storage holds: whole buckets before the reduce, rows after."""
         for bucket in self._buckets:
+            bucket.handle.wait()
             reduced = bucket.grad_state in (GradState.REDUCED, GradState.SPENT)
             (bucket.grad_row if reduced else bucket.grads).mul_(factor)
 
-    def start_param_sync(self) -> None:
-        """Publish the masters; changes nothing where the weights are published already.
+    def publish(self) -> None:
+        """Gather the weights from the masters, the bucket that forward needs first at the head.
+
+        With `overlap_param_gather` it returns at once, and whoever reads a weight waits for it.
 
         Collective: one all-gather a bucket over its reduce group, on every rank.
+        """
+        for publisher in reversed(self._publishers):
+            publisher.start()
+        if self._overlapped_gather is None:
+            self.finish_param_sync()
+
+    def start_param_sync(self) -> None:
+        """Publish the masters; changes nothing where the weights are published already.
 
         Raises:
             StateError: the module has no optimizer yet.
         """
         self._require_optimizer()
-        for publisher in self._publishers:
-            publisher.start()
+        self.publish()
+
+    def finish_param_sync(self) -> None:
+        """Wait for all gathers; needed before weights are read outside of forward."""
+        for publisher in reversed(self._publishers):
             publisher.wait_and_land()
 
     def reload_masters(self) -> None:
         """Set the masters from the weights, after weights were loaded into the module."""
+        self.finish_param_sync()
         for publisher in self._publishers:
             publisher.master.seed()
 
     def broadcast_params(self) -> None:
         """Make replicas equal: every parameter and buffer as the first rank of its group has it.
 
-        Collective: one broadcast a bucket over its reduce group, one a frozen parameter or
-        floating-point buffer over `groups.dp`.
+        Collective: one broadcast a bucket over its reduce group (and over `groups.embedding` for a
+        tied one), one a frozen parameter or buffer over `groups.dp`.
         """
+        self.finish_param_sync()
         managed = {id(p) for bucket in self._buckets for p in bucket.params.values()}
         for bucket in self._buckets:
-            tensors = (
-                [bucket.weights] if bucket.weights is not None else list(bucket.params.values())
-            )
-            for tensor in tensors:
-                collectives.broadcast(tensor.detach(), bucket.group)
+            for tensor in bucket.weight_tensors():
+                collectives.broadcast(tensor, bucket.group)
+                if bucket.tied:
+                    collectives.broadcast(tensor, self.groups.embedding)
         rest = [p for p in self.module.parameters() if id(p) not in managed]
         for tensor in [*rest, *self.module.buffers()]:
             collectives.broadcast(tensor.detach(), self.groups.dp)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's state dict, without a prefix of ours."""
+        self.finish_param_sync()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load weights into the wrapped module; the masters follow them."""
+        self.finish_param_sync()
         return self.module.load_state_dict(*args, **kwargs)
+
+    def _before_load(self, *_: Any) -> None:
+        self.finish_param_sync()
 
     def _after_load(self, *_: Any) -> None:
         self.reload_masters()
@@ -188,12 +241,13 @@ class DistributedDataParallel(nn.Module):
                 "the wrapped module has no optimizer yet: call get_megatron_optimizer first"
             )
 
+    def _land_gradient(self, bucket: BucketBuffer, name: str) -> Callable[[torch.Tensor], None]:
+        """The hook that moves a gradient into its bucket when autograd has finished it."""
 
-def _land_gradient(bucket: BucketBuffer, name: str) -> Callable[[torch.Tensor], None]:
-    """The hook that moves a parameter's gradient into its bucket when autograd has finished it."""
+        def hook(param: torch.Tensor) -> None:
+            if isinstance(param, nn.Parameter):
+                bucket.add_gradient(name, take_gradient(param))
+                if self._sync and self._overlapped_reduce is not None:
+                    self._overlapped_reduce.arrived(name)
 
-    def hook(param: torch.Tensor) -> None:
-        if isinstance(param, nn.Parameter):
-            bucket.add_gradient(name, take_gradient(param))
-
-    return hook
+        return hook

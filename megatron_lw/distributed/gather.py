@@ -99,20 +99,28 @@ class Publisher:
         self.wire = wire_for(master.bucket)
         self.handle = Handle()
 
-    @torch.no_grad()
-    def start(self, *, async_op: bool = False) -> None:
-        """Cast this rank's row and send it.
+    @property
+    def outstanding(self) -> bool:
+        """Whether rows are still on their way, or have arrived and not been landed."""
+        return self.bucket.weight_state is WeightState.GATHERING
 
-        Collective: all-gather over the bucket's reduce group.
+    @torch.no_grad()
+    def start(self) -> None:
+        """Cast this rank's row and send it; an earlier gather is landed first.
+
+        Collective: all-gather over the bucket's reduce group; returns before it is done.
         """
+        self.wait_and_land()
         self.wire.stage(self.master.row)
         self.bucket.weight_state = WeightState.GATHERING
-        self.handle = all_gather_rows(self.wire.buffer, self.bucket.group, async_op=async_op)
+        self.handle = all_gather_rows(
+            self.wire.buffer, self.bucket.group, async_op=True, label=f"publish {self.bucket.label}"
+        )
 
     @torch.no_grad()
     def wait_and_land(self) -> None:
         """Wait for the rows of all ranks and put them into the model."""
-        if self.bucket.weight_state is WeightState.GATHERING:
+        if self.outstanding:
             self.handle.wait()
             self.wire.land()
             self.bucket.weight_state = WeightState.PUBLISHED

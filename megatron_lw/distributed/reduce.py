@@ -16,16 +16,23 @@ def start_reduce(bucket: BucketBuffer, *, async_op: bool = False) -> None:
     Collective: reduce-scatter (sum) over `bucket.group`.
     """
     bucket.begin_reduce()
-    bucket.handle = reduce_scatter_rows(bucket.grads, bucket.group, async_op=async_op)
+    bucket.handle = reduce_scatter_rows(
+        bucket.grads, bucket.group, async_op=async_op, label=f"reduce {bucket.label}"
+    )
 
 
-def finish_reduce(bucket: BucketBuffer) -> None:
+def finish_reduce(bucket: BucketBuffer, divisor: float | None = None) -> None:
     """Start the reduce if it has not been started, wait for it and average the row.
 
     After it the bucket is REDUCED and `bucket.grad_row` holds the mean gradient.
+
+    Args:
+        bucket: the bucket.
+        divisor: what the sum is divided by; the bucket's own divisor if None.
     """
     if bucket.grad_state is not GradState.REDUCING:
         start_reduce(bucket)
     bucket.end_reduce()
-    if bucket.divisor != 1:
-        bucket.grad_row.div_(bucket.divisor)
+    divisor = bucket.divisor if divisor is None else divisor
+    if divisor != 1:
+        bucket.grad_row.div_(divisor)

@@ -14,27 +14,54 @@ from megatron_lw.config import OptimizerConfig
 from megatron_lw.ddp_config import DDPConfig
 from megatron_lw.distributed.collectives import agree_or_raise, all_gather_objects
 from megatron_lw.distributed.group import Group
-from megatron_lw.errors import PlanMismatchError
-from megatron_lw.groups import Domain, ParallelGroups
+from megatron_lw.errors import ConfigError, PlanMismatchError
+from megatron_lw.groups import DOMAINS, ParallelGroups
 from megatron_lw.optimizer.describe import ParamInfo
+from megatron_lw.optimizer.names import natural_key
 
 Fact = tuple[str, object]
 _LOCAL_SETTINGS = frozenset({"timers", "config_logger_dir", "barrier_with_L1_time"})
 
 
 def agree_on_model(infos: Sequence[ParamInfo], groups: ParallelGroups) -> None:
-    """Check that all replicas of a parameter are described alike.
+    """Check that all parts and replicas of a parameter are described alike, and names are global.
 
-    Collective: all-gathers of digests over `groups.dp`, `groups.expert_dp` and `groups.world`.
+    Equal local shapes and tags over the tensor-parallel ranks mean that their boxes tile the global
+    parameter, since every rank derives its boxes from its place by one rule.
+
+    Collective: all-gathers of digests over each domain's exchange group, of names over `groups.pp`
+    and `groups.ep`, and of verdicts over `groups.world`.
 
     Raises:
         PlanMismatchError: on every rank of the world, naming the first parameter that differs, the
             two ranks and the two descriptions.
+        ConfigError: on every rank of the world: a name is used for different parameters of two
+            pipeline stages or of two expert-parallel ranks, or copies of a tied weight differ.
     """
-    domains: tuple[Domain, ...] = ("dense", "expert")
-    for domain in domains:
+    for domain in DOMAINS:
         facts = [(info.name, info.facts()) for info in infos if info.domain == domain]
-        _agree(f"the {domain} parameters", facts, groups.domain(domain).reduce, groups.world)
+        _agree(f"the {domain} parameters", facts, groups.domain(domain).exchange, groups.world)
+    stage = {info.name for info in infos if info.tied is None}
+    _require_disjoint(stage, groups.pp, "pipeline stages", groups.world)
+    experts = {i.name for i in infos if i.domain == "expert" and i.ep_size == 1}
+    _require_disjoint(experts, groups.ep, "expert-parallel ranks", groups.world)
+    tied = [(info.tied, (info.global_shape, info.dtype, info.role)) for info in infos if info.tied]
+    _agree("the copies of tied weights", sorted(tied), groups.embedding, groups.world)
+
+
+def _require_disjoint(names: set[str], group: Group, what: str, world: Group) -> None:
+    """Check that no name stands for different parameters on two ranks of a group."""
+    problem = None
+    seen: set[str] = set()
+    for others in all_gather_objects(sorted(names), group):
+        twice = seen.intersection(others)
+        if twice:
+            problem = ConfigError(
+                f"the name {min(twice, key=natural_key)!r} is used on two {what}: names must be "
+                "global; pass DistributedDataParallel a NameMap that tells them apart"
+            )
+        seen.update(others)
+    agree_or_raise(problem, world)
 
 
 def agree_on_plan(what: str, facts: Sequence[Fact], group: Group, world: Group) -> None:

@@ -47,6 +47,7 @@ def get_megatron_optimizer(
         PlanMismatchError: ranks hold different models or settings.
     """
     chunks = _wrapped(model_chunks)
+    _check_overlap(config, chunks)
     groups = chunks[0].groups if pg_collection is None else pg_collection
     _check_groups(chunks, groups)
 
@@ -81,21 +82,20 @@ def _wrapped(model_chunks: Sequence[nn.Module]) -> list[DistributedDataParallel]
     return chunks
 
 
+def _check_overlap(
+    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel]
+) -> None:
+    """The wrapper decides whether gathers overlap; a configuration that says more is refused."""
+    if config.overlap_param_gather and not chunks[0].ddp_config.overlap_param_gather:
+        raise ConfigError(
+            "OptimizerConfig.overlap_param_gather=True but DDPConfig.overlap_param_gather=False; "
+            "set both, or only the one in DDPConfig"
+        )
+
+
 def _check_groups(chunks: Sequence[DistributedDataParallel], groups: ParallelGroups) -> None:
-    """Refuse groups that the chunks were not wrapped with, and parallelism that is to come."""
+    """Refuse groups that the chunks were not wrapped with."""
     if any(chunk.groups is not groups for chunk in chunks):
         raise ConfigError(
             "pg_collection is not the ParallelGroups that the model chunks were wrapped with"
         )
-    sizes = {
-        "tp": groups.tp.size,
-        "expert_tp": groups.expert_tp.size,
-        "ep": groups.ep.size,
-        "pp": groups.pp.size,
-    }
-    for name, size in sizes.items():
-        if size > 1:
-            raise ConfigError(
-                f"group {name!r} has {size} ranks: only data parallelism (with context "
-                "parallelism) is supported yet; see docs/limits.md"
-            )

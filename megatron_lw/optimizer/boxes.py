@@ -75,3 +75,22 @@ def tensor_parallel_boxes(
         local_start += length
         global_start += part
     return global_shape, tuple(pairs)
+
+
+def stack_boxes(
+    shape: tuple[int, ...], pairs: tuple[BoxPair, ...], parts: int, part: int
+) -> tuple[tuple[int, ...], tuple[BoxPair, ...]]:
+    """Shape and boxes of a stack whose first dimension is divided over `parts` ranks, evenly.
+
+    Args:
+        shape: shape of one part.
+        pairs: boxes of one part.
+        parts: ranks over which the stack is divided.
+        part: this rank among them.
+    """
+    offset = part * shape[0]
+    shifted = tuple(
+        BoxPair(p.local, Box((p.world.start[0] + offset, *p.world.start[1:]), p.world.shape))
+        for p in pairs
+    )
+    return (shape[0] * parts, *shape[1:]), shifted

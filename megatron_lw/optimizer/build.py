@@ -17,7 +17,7 @@ from megatron_lw.distributed.collectives import attempt
 from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.distributed.gather import Publisher
 from megatron_lw.errors import ConfigError
-from megatron_lw.groups import Domain, ParallelGroups
+from megatron_lw.groups import DOMAINS, Domain, ParallelGroups
 from megatron_lw.optimizer import agree
 from megatron_lw.optimizer.children.adam import AdamChild
 from megatron_lw.optimizer.children.adam_backends import AdamBackend
@@ -42,7 +42,6 @@ from megatron_lw.overrides import ParamGroupOverride, ParamKey
 
 BackendResolver = Callable[[torch.device], AdamBackend]
 _WEIGHT_DTYPES = {"bfloat16", "float32"}
-_DOMAINS: tuple[Domain, ...] = ("dense", "expert")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +92,11 @@ def build_runtime(
     routes = attempt(lambda: decide_routes(model, config, overrides, explicit), groups.world)
     routing = agree_on_groups(routes, config, groups.world)
     plans = attempt(lambda: _plan(routes, ddp_config, groups), groups.world)
-    device = next(iter(model.params.values())).device if model.params else torch.device("cpu")
+    device = _device(chunks)
     backend = attempt(lambda: resolve_backend(device), groups.world)
-    for domain, plan in plans.items():
-        _agree_on_plan(domain, plan, config, ddp_config, backend, groups)
+    for domain in DOMAINS:
+        _agree_on_plan(domain, plans.get(domain), config, ddp_config, backend, groups)
+    _agree_on_tied_buckets(plans, groups)
 
     placed = [
         PlacedBucket(domain, index, _buffer(plan, index, domain, model, ddp_config, groups))
@@ -159,7 +159,7 @@ def _plan(
     routes: Sequence[Route], ddp_config: DDPConfig, groups: ParallelGroups
 ) -> dict[Domain, OwnershipPlan]:
     plans: dict[Domain, OwnershipPlan] = {}
-    for domain in _DOMAINS:
+    for domain in DOMAINS:
         params = [_plan_param(route) for route in routes if route.info.domain == domain]
         if params:
             over = groups.domain(domain)
@@ -188,9 +188,17 @@ def _plan_param(route: Route) -> PlanParam:
     )
 
 
+def _device(chunks: Sequence[DistributedDataParallel]) -> torch.device:
+    """Where the model is, frozen parameters included; the CPU for a model without parameters."""
+    for chunk in chunks:
+        for param in chunk.module.parameters():
+            return param.device
+    return torch.device("cpu")
+
+
 def _agree_on_plan(
     domain: Domain,
-    plan: OwnershipPlan,
+    plan: OwnershipPlan | None,
     config: OptimizerConfig,
     ddp_config: DDPConfig,
     backend: AdamBackend,
@@ -201,10 +209,21 @@ def _agree_on_plan(
         *agree.settings_facts(config),
         *agree.settings_facts(ddp_config),
         ("Adam kernel", backend.name),
-        ("plan", plan.digest()),
+        ("plan", None if plan is None else plan.digest()),
     ]
     over = groups.domain(domain).exchange
     agree.agree_on_plan(f"settings and plan of the {domain} domain", facts, over, groups.world)
+
+
+def _agree_on_tied_buckets(plans: Mapping[Domain, OwnershipPlan], groups: ParallelGroups) -> None:
+    """Check that the bucket of a tied weight is laid out alike on all stages that have a copy."""
+    facts: list[agree.Fact] = [
+        (bucket.tied, (domain, bucket.child, bucket.row_length))
+        for domain, plan in plans.items()
+        for bucket in plan.buckets
+        if bucket.tied is not None
+    ]
+    agree.agree_on_plan("buckets of tied weights", sorted(facts), groups.embedding, groups.world)
 
 
 def _buffer(
@@ -224,8 +243,12 @@ def _buffer(
         names,
         model.params,
         groups.domain(domain).reduce,
-        divisor=groups.dp.size,
+        divisor=groups.replicas.size if domain == "replicated" else groups.dp.size,
         grad_dtype=torch.float32 if reduce_fp32 else dtypes.pop(),
+        tied=plan.buckets[index].tied is not None and groups.embedding.size > 1,
+        sequence_parallel=frozenset(
+            info.name for info in model.infos if info.sequence_parallel and info.name in names
+        ),
     )
 
 
@@ -251,7 +274,7 @@ def _children(
                 Muon(
                     rows,
                     [p.index for p in mine],
-                    routing.group_of,
+                    {route.info.name: route for route in routing.routes},
                     plan,
                     groups.domain(domain).exchange,
                     _newton_schulz(config),
@@ -267,11 +290,16 @@ def _newton_schulz(config: OptimizerConfig) -> NewtonSchulz:
 
 
 def _counter(model: DescribedModel, groups: ParallelGroups) -> Callable[[str], bool]:
-    """Whether this rank counts a parameter: of tensor-parallel replicas the first does."""
+    """Whether this rank counts its part of a parameter.
+
+    Of tensor-parallel replicas the first counts, of tied copies the one on the first stage.
+    """
     infos = {info.name: info for info in model.infos}
 
     def counted(name: str) -> bool:
         info = infos[name]
+        if info.tied is not None and groups.embedding.rank > 0:
+            return False
         return info.tp_dim is not None or groups.domain(info.domain).tensor.rank == 0
 
     return counted

@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.groups import Domain, ParallelGroups
-from megatron_lw.optimizer.boxes import BoxPair, tensor_parallel_boxes
+from megatron_lw.optimizer.boxes import BoxPair, stack_boxes, tensor_parallel_boxes
 from megatron_lw.optimizer.names import NameMap, natural_key
 
 Role = Literal["matrix", "vector", "embedding", "output"]
@@ -54,10 +54,11 @@ class ParamInfo:
         local_shape: shape on this rank, in elements.
         global_shape: logical shape of the whole parameter.
         boxes: which local box is which global box; several where a parameter is divided by blocks.
-        domain: "dense" or "expert".
+        domain: "dense", "expert", or "replicated" (a copy on every rank of its pipeline stage).
         tp_dim: dimension divided over tensor parallelism; None: replicated over it.
         role: "embedding" and "output" weights are stepped element by element, whatever their shape.
-        matrices: matrices stacked along the first dimension(s) of it.
+        matrices: matrices stacked along the first dimension(s) of it, on this rank.
+        ep_size: expert-parallel ranks over which such a stack of experts is divided; 1: not divided.
         blocks: rows of the fused matrices inside it (e.g. gate and up), summing to the rows.
         logical_rows: rows before padding, where the parameter itself is padded; else None.
         tied: name shared by the copies of one logical weight; None if it has one copy.
@@ -77,6 +78,7 @@ class ParamInfo:
     tp_dim: int | None = None
     role: Role = "vector"
     matrices: int = 1
+    ep_size: int = 1
     blocks: tuple[int, ...] | None = None
     logical_rows: int | None = None
     tied: str | None = None
@@ -90,8 +92,12 @@ class ParamInfo:
         return torch.Size(self.local_shape).numel()
 
     def facts(self) -> tuple[object, ...]:
-        """What must agree on every rank that holds a replica: all of it but the local name."""
-        return tuple(getattr(self, f.name) for f in fields(self) if f.name != "local_name")
+        """What must agree on every rank that holds a part of the same parameter.
+
+        The local name and the boxes are left out; boxes follow from the rest and the rank's place.
+        """
+        local = ("local_name", "boxes")
+        return tuple(getattr(self, f.name) for f in fields(self) if f.name not in local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +251,19 @@ def _info(
 ) -> ParamInfo:
     tags: Annotation = getattr(param, _ANNOTATION, None) or _megatron_tags(name, param)
     _check_tags(f"parameter {name!r}", param, tags)
-    domain: Domain = "expert" if tags.expert else "dense"
+    domain: Domain = "dense"
+    if tags.expert:
+        domain = "expert"
+    elif tags.keep_fp32 and not tags.sequence_parallel:
+        domain = "replicated"
     tensor = groups.domain(domain).tensor
     local_shape = tuple(param.shape)
     global_shape, boxes = tensor_parallel_boxes(
         name, local_shape, tags.tp_dim, tags.blocks, tensor.size, tensor.rank
     )
+    ep_size = groups.ep.size if tags.expert and tags.matrices > 1 else 1
+    if ep_size > 1:
+        global_shape, boxes = stack_boxes(global_shape, boxes, ep_size, groups.ep.rank)
     role: Role = "matrix" if param.dim() >= 2 else "vector"
     if tags.embedding or is_table:
         role = "embedding"
@@ -268,6 +281,7 @@ def _info(
         tp_dim=tags.tp_dim if tensor.size > 1 else None,
         role=role,
         matrices=tags.matrices,
+        ep_size=ep_size,
         blocks=tags.blocks,
         logical_rows=tags.logical_rows,
         tied=tags.tied,
@@ -320,6 +334,8 @@ def _contradicting_tags(param: nn.Parameter, tags: Annotation) -> Iterator[str]:
         yield f"use_muon=True, but shape {tuple(param.shape)} is not a matrix"
     if tags.expert and tags.sequence_parallel:
         yield "the tags expert and sequence_parallel exclude each other; drop one of them"
+    if tags.keep_fp32 and tags.tp_dim is not None:
+        yield "keep_fp32 means a full replica, which contradicts tp_dim; drop one of them"
     if tags.keep_fp32 and param.dtype != torch.float32:
         yield f"keep_fp32 is set but its dtype is {param.dtype}; make it float32 first"
 

@@ -7,12 +7,9 @@ are newer (`reload_model_params`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from megatron_lw.distributed.buffers import BucketBuffer
-from megatron_lw.optimizer.layout import Slot
 
 
 class MasterRow:
@@ -31,16 +28,10 @@ class MasterRow:
         self.row = torch.zeros(length, dtype=torch.float32, device=bucket.grads.device)
         self.seed()
 
-    def slots(self) -> Iterator[tuple[str, Slot]]:
-        """Name and slot of each parameter that has elements in this rank's row."""
-        names = dict(zip(self.bucket.layout.params, self.bucket.names, strict=True))
-        for slot in self.bucket.layout.slots[self.bucket.group.rank]:
-            yield names[slot.param], slot
-
     @torch.no_grad()
     def seed(self) -> None:
         """Set the masters from the weights."""
-        for name, slot in self.slots():
+        for name, slot in self.bucket.row_slots():
             weight = self.bucket.params[name].detach().view(-1)
             part = weight[slot.param_start : slot.param_start + slot.numel]
             self.row[slot.row_start : slot.row_start + slot.numel].copy_(part)

@@ -15,6 +15,7 @@ from megatron_lw.config import OptimizerConfig
 from megatron_lw.distributed.collectives import all_gather_objects
 from megatron_lw.distributed.group import Group
 from megatron_lw.errors import ConfigError
+from megatron_lw.optimizer.boxes import BoxPair, tensor_parallel_boxes
 from megatron_lw.optimizer.describe import DescribedModel, ParamInfo, has_attribute
 from megatron_lw.optimizer.names import natural_key
 from megatron_lw.overrides import (
@@ -39,11 +40,26 @@ class MatrixView:
         count: matrices stacked in it.
         rows: rows of one whole (global) matrix: outputs.
         cols: columns of one whole matrix: inputs.
+        tp_dim: dimension of one matrix that tensor parallelism divides; None where it does not.
+        blocks: rows of the fused matrices in one matrix, each divided by itself; None: one block.
     """
 
     count: int
     rows: int
     cols: int
+    tp_dim: int | None = None
+    blocks: tuple[int, ...] | None = None
+
+    def shard_boxes(self, tp_size: int) -> tuple[tuple[BoxPair, ...], ...]:
+        """For each tensor-parallel rank, which box of its local matrix is which of the whole."""
+        if self.tp_dim is None or tp_size == 1:
+            return ()
+        shape = [self.rows, self.cols]
+        shape[self.tp_dim] //= tp_size
+        return tuple(
+            tensor_parallel_boxes("matrix", tuple(shape), self.tp_dim, self.blocks, tp_size, t)[1]
+            for t in range(tp_size)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,22 +162,46 @@ def matrix_view(info: ParamInfo) -> MatrixView | None:
     global one without padding rows. A depthwise convolution (one input channel) is no matrix.
     """
     shape = info.global_shape
+    if info.ep_size > 1:
+        shape = (shape[0] // info.ep_size, *shape[1:])
     if len(shape) < 2 or 0 in shape:
         return None
+    tp_dim = info.tp_dim
     if info.matrices > 1 and len(shape) >= 3:
-        if shape[0] != info.matrices:
+        if shape[0] != info.matrices or len(shape) > 3:
             raise ConfigError(
-                f"parameter {info.name!r}: matrices = {info.matrices}, but its leading dimension "
-                f"is {shape[0]} (shape {shape})"
+                f"parameter {info.name!r}: matrices = {info.matrices} of a parameter of shape "
+                f"{shape}; a stack is [matrices, rows, cols] or [matrices * rows, cols]"
             )
-        shape = (shape[0] * shape[1], *shape[2:])
+        tp_dim = None if tp_dim is None else tp_dim - 1
+        shape = (shape[0] * shape[1], shape[2])
     elif len(shape) >= 3 and shape[1] == 1:
         return None
     rows = shape[0] if info.logical_rows is None else info.logical_rows
     cols = 1
     for extent in shape[1:]:
         cols *= extent
-    return MatrixView(count=info.matrices, rows=rows // info.matrices, cols=cols)
+    if tp_dim is not None and _cuts_across(info, tp_dim):
+        raise ConfigError(
+            f"parameter {info.name!r} of shape {shape} is divided along dimension {info.tp_dim}, "
+            "which does not divide its matrices into rows or columns; use_muon=False sends it to "
+            "the element-wise child"
+        )
+    return MatrixView(
+        count=info.matrices,
+        rows=rows // info.matrices,
+        cols=cols,
+        tp_dim=tp_dim,
+        blocks=info.blocks if info.matrices == 1 else None,
+    )
+
+
+def _cuts_across(info: ParamInfo, tp_dim: int) -> bool:
+    """Whether tensor parallelism divides a stack itself, or a convolution inside its columns."""
+    dims = len(info.global_shape)
+    if info.matrices > 1:
+        return tp_dim < 0 or (dims == 2 and tp_dim == 0)
+    return dims > 2 and tp_dim > 1
 
 
 def decide_routes(

@@ -77,9 +77,7 @@ def counted_ranges(
     """
     ranges: list[CountedRange] = []
     for bucket in buckets:
-        names = dict(zip(bucket.layout.params, bucket.names, strict=True))
-        for slot in bucket.layout.slots[bucket.group.rank]:
-            name = names[slot.param]
+        for name, slot in bucket.row_slots():
             if counted(name):
                 stop = slot.row_start + slot.numel
                 ranges.append(CountedRange(bucket, slot.row_start, stop, name))

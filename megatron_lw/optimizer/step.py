@@ -10,11 +10,12 @@ import torch
 
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.distributed.ddp import DistributedDataParallel
-from megatron_lw.errors import ConfigError, LayerWiseError, NonFiniteError, StateError
+from megatron_lw.distributed.collectives import agree_on_failure
+from megatron_lw.distributed.finalize import finalize_model_grads
+from megatron_lw.errors import CommunicationError, ConfigError, NonFiniteError, StateError
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer import stats
 from megatron_lw.optimizer.build import Runtime
-from megatron_lw.optimizer.children.base import ParamGroup
 from megatron_lw.optimizer.param_groups import make_param_groups
 from megatron_lw.optimizer.routing import ExplicitGroup
 from megatron_lw.optimizer.timings import Stopwatch
@@ -22,6 +23,8 @@ from megatron_lw.overrides import ParamGroupOverride, ParamKey, check_overrides
 
 Rebuild = Callable[[Sequence[ExplicitGroup]], Runtime]
 StepResult = tuple[bool, float | None, int | None]
+
+_REMEDY = "build it anew and load a checkpoint"
 
 
 class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
@@ -85,25 +88,23 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         self._require_working()
         runtime, watch = self._runtime, self._watch
         watch.reset()
-        with watch.stage("reduce"):
-            for chunk in self.model_chunks:
-                chunk.finish_grad_sync()
-        with watch.stage("stats"):
+        with watch.stage("reduce"), self._breaking("reduce"):
+            finalize_model_grads(self.model_chunks, pg_collection=self.groups)
+        with watch.stage("stats"), self._breaking("stats"):
             measured = self._measure()
             for bucket in runtime.buckets:
                 bucket.spend()
         if not self._accept(measured):
             return False, measured.norm if measured.finite else None, measured.zeros
         self._stepped = True
-        with watch.stage("clip"), self._breaking("clip"):
-            self._clip(measured.norm)
-        groups = self._groups_by_name()
-        for child in runtime.children:
-            with watch.stage(child.name), self._breaking(child.name):
-                child.step(groups)
+        with watch.stage("clip"):
+            self._scale_gradients(measured.norm)
+        failure = self._step_children()
+        with watch.stage("agree"), self._breaking("agree"):
+            self._agree_on(failure)
         with watch.stage("publish"), self._breaking("publish"):
             for chunk in self.model_chunks:
-                chunk.start_param_sync()
+                chunk.publish()
         return True, measured.norm, measured.zeros
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -187,14 +188,34 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             return False
         return measured.norm <= self.config.grad_norm_skip_threshold
 
-    def _clip(self, norm: float) -> None:
+    def _scale_gradients(self, norm: float) -> None:
+        """Clip."""
         coefficient = stats.clip_coefficient(norm, self.config.clip_grad)
         if coefficient < 1.0:
             for bucket in self._runtime.buckets:
                 bucket.grad_row.mul_(coefficient)
 
-    def _groups_by_name(self) -> Mapping[str, ParamGroup]:
-        return {group["name"]: group for group in self.param_groups}
+    def _step_children(self) -> Exception | None:
+        """Step all children; a failure is kept, as other ranks wait for the children after it."""
+        groups = {group["name"]: group for group in self.param_groups}
+        failure: Exception | None = None
+        for child in self._runtime.children:
+            with self._watch.stage(child.name):
+                try:
+                    child.step(groups)
+                except CommunicationError as error:
+                    self._broken = f"stage {child.name!r} failed: {error}"
+                    raise
+                except Exception as error:
+                    failure = failure or StateError(f"stage {child.name!r} failed: {error}")
+        return failure
+
+    def _agree_on(self, failure: Exception | None) -> None:
+        """A child that failed on one rank stops every rank, before anything is published."""
+        found = agree_on_failure(failure, self.groups.control)
+        if found is not None:
+            self._broken = found
+            raise StateError(f"the step failed half-way: {found}; {_REMEDY}") from failure
 
     def _explicit_group(self, param_group: Mapping[str, Any]) -> ExplicitGroup:
         names = {
@@ -221,18 +242,15 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _breaking(self, stage: str) -> Iterator[None]:
-        """A failure after the agreement leaves masters and weights apart: no further step then."""
+        """After a failed collective the ranks are apart: no further step then."""
         try:
             yield
-        except Exception as error:
+        except CommunicationError as error:
             self._broken = f"stage {stage!r} failed: {error}"
-            if isinstance(error, LayerWiseError):
-                raise
-            raise StateError(f"step failed in {self._broken}") from error
+            raise
 
     def _require_working(self) -> None:
         if self._broken is not None:
             raise StateError(
-                f"the optimizer is broken since a step failed half-way ({self._broken}); "
-                "build it anew and load a checkpoint"
+                f"the optimizer is broken since a step failed half-way: {self._broken}; {_REMEDY}"
             )

@@ -151,7 +151,8 @@ def test_reports_and_timings(tmp_path):
             assert name in routing
         assert "embedding weight" in routing
         assert "muon" in plan
-        assert list(timings) == ["reduce", "stats", "clip", "adam", "muon", "publish"]
+        stages = ["reduce", "stats", "clip", "adam", "muon", "agree", "publish"]
+        assert list(timings) == stages
         assert all(seconds >= 0 for seconds in timings.values())
     assert path.read_text().strip() == results[0][0].strip()
 

@@ -73,7 +73,7 @@ def group_ranges(master: MasterRow, group_of: Mapping[str, str]) -> tuple[GroupR
         master: the row.
         group_of: parameter name -> parameter-group name.
     """
-    slots = list(master.slots())
+    slots = list(master.bucket.row_slots())
     ranges: list[GroupRange] = []
     for index, (name, slot) in enumerate(slots):
         last = index + 1 == len(slots)

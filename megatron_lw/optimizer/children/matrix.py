@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 
 from megatron_lw.distributed.collectives import Handle
 from megatron_lw.distributed.group import Group
+from megatron_lw.errors import CommunicationError, StateError
 from megatron_lw.optimizer.children.base import (
     GroupRange,
     ParamGroup,
@@ -35,6 +37,7 @@ from megatron_lw.optimizer.children.exchange import (
     Exchange,
     ExchangeBuffers,
     ExchangeSchedule,
+    ShardBoxes,
     matrix_pieces,
     schedule,
 )
@@ -42,6 +45,7 @@ from megatron_lw.optimizer.children.newton_schulz import BATCH_BELOW, NewtonSchu
 from megatron_lw.optimizer.children.ns_workspace import workspace_numel
 from megatron_lw.optimizer.masters import MasterRow
 from megatron_lw.optimizer.plan import OwnershipPlan
+from megatron_lw.optimizer.routing import Route
 
 _IN_FLIGHT = 3
 _BATCH_WORKSPACE = 1 << 26
@@ -89,6 +93,11 @@ class MatrixBucket:
     shapes: Mapping[int, Shape]
     handle: Handle = field(default_factory=Handle)
 
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.master.bucket.label
+
 
 class MatrixChild(ABC):
     """Base of the optimizers that orthogonalise whole matrices.
@@ -96,7 +105,7 @@ class MatrixChild(ABC):
     Args:
         masters: rows of its buckets, in the order in which they are stepped.
         bucket_indices: index of each of them in the plan.
-        group_of: parameter name -> parameter-group name.
+        routes: parameter name -> its route: parameter group and matrix view.
         plan: owners and pieces.
         group: the exchange group.
         newton_schulz: the iteration; its dtype is the exchange dtype.
@@ -109,13 +118,14 @@ class MatrixChild(ABC):
         self,
         masters: Sequence[MasterRow],
         bucket_indices: Sequence[int],
-        group_of: Mapping[str, str],
+        routes: Mapping[str, Route],
         plan: OwnershipPlan,
         group: Group,
         newton_schulz: NewtonSchulz,
     ) -> None:
         self.num_steps = 0
         self.num_orthogonalised = 0
+        self._failure: StateError | None = None
         self._newton_schulz = newton_schulz
         schedules = [
             schedule(plan, master.bucket.layout, index, group.rank)
@@ -123,6 +133,7 @@ class MatrixChild(ABC):
         ]
         rows, buffers = self._allocate(plan, masters, schedules)
         momenta = state_rows_like(masters)
+        group_of = {name: route.group.name for name, route in routes.items()}
         self._buckets = [
             MatrixBucket(
                 master=master,
@@ -130,7 +141,7 @@ class MatrixChild(ABC):
                 parts=_row_parts(plan, master, index, group_of),
                 ranges=group_ranges(master, group_of),
                 row=rows[i % _IN_FLIGHT][: master.row.numel()],
-                exchange=Exchange(schedules[i], group, buffers[i % _IN_FLIGHT]),
+                exchange=_exchange(plan, schedules[i], group, buffers[i % _IN_FLIGHT], routes),
                 shapes={m.matrix: _shape(plan, m.matrix) for m in schedules[i].owned},
             )
             for i, (master, index) in enumerate(zip(masters, bucket_indices, strict=True))
@@ -171,6 +182,7 @@ class MatrixChild(ABC):
         """
         self.num_steps += 1
         self.num_orthogonalised = 0
+        self._failure = None
         buckets = self._buckets
         for i in range(len(buckets) + 2):
             if i < len(buckets):
@@ -179,6 +191,20 @@ class MatrixChild(ABC):
                 self._compute(buckets[i - 1])
             if 0 <= i - 2 < len(buckets):
                 self._apply(buckets[i - 2], groups)
+        if self._failure is not None:
+            raise self._failure
+
+    @contextmanager
+    def _guarded(self, bucket: MatrixBucket) -> Iterator[None]:
+        """Keep the first failure for the end of the step: the other ranks wait for our exchanges."""
+        try:
+            yield
+        except CommunicationError:
+            raise
+        except Exception as error:
+            failure = StateError(f"{bucket.label}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._failure = self._failure or failure
 
     def state_rows(self, bucket: int) -> Mapping[str, torch.Tensor]:
         """See `Child.state_rows`."""
@@ -207,40 +233,65 @@ class MatrixChild(ABC):
         """
 
     def _begin(self, bucket: MatrixBucket, groups: Mapping[str, ParamGroup]) -> None:
-        grads = bucket.master.gradient()
-        for part in bucket.ranges:
-            run = slice(part.start, part.stop)
-            self.update_momentum(
-                bucket.momentum[run], grads[run], bucket.row[run], groups[part.group]
-            )
-        bucket.handle = bucket.exchange.start_out(bucket.row, async_op=True)
+        with self._guarded(bucket):
+            grads = bucket.master.gradient()
+            for part in bucket.ranges:
+                run = slice(part.start, part.stop)
+                self.update_momentum(
+                    bucket.momentum[run], grads[run], bucket.row[run], groups[part.group]
+                )
+        bucket.handle = bucket.exchange.start_out(bucket.row, label=bucket.label)
 
     def _compute(self, bucket: MatrixBucket) -> None:
         bucket.handle.wait()
-        exchange = bucket.exchange
-        exchange.assemble(bucket.row)
+        with self._guarded(bucket):
+            bucket.exchange.assemble(bucket.row)
+            for matrices in self._owned_by_shape(bucket).values():
+                self._newton_schulz.orthogonalise(matrices, matrices, self._workspace)
+                self.num_orthogonalised += len(matrices)
+        bucket.handle = bucket.exchange.start_back(bucket.row, label=bucket.label)
+
+    def _owned_by_shape(self, bucket: MatrixBucket) -> dict[Shape, list[torch.Tensor]]:
+        """The matrices that this rank orthogonalises, each `[rows, cols]`, in the exchange dtype."""
         by_shape: dict[Shape, list[torch.Tensor]] = {}
-        for matrix in exchange.schedule.owned:
-            source = bucket.row if matrix.whole else exchange.assembly
+        for matrix in bucket.exchange.schedule.owned:
             shape = bucket.shapes[matrix.matrix]
-            view = source[matrix.start : matrix.start + matrix.numel].view(shape)
-            by_shape.setdefault(shape, []).append(view)
-        for matrices in by_shape.values():
-            self._newton_schulz.orthogonalise(matrices, matrices, self._workspace)
-            self.num_orthogonalised += len(matrices)
-        bucket.handle = exchange.start_back(bucket.row, async_op=True)
+            if matrix.in_place:
+                whole = bucket.row[matrix.start : matrix.start + matrix.numel].view(shape)
+            else:
+                whole = bucket.exchange.matrices[matrix.matrix]
+            by_shape.setdefault(shape, []).append(whole)
+        return by_shape
 
     def _apply(self, bucket: MatrixBucket, groups: Mapping[str, ParamGroup]) -> None:
         bucket.handle.wait()
-        bucket.exchange.disassemble(bucket.row)
-        master = bucket.master.row
-        for part in bucket.parts:
-            group = groups[part.group]
-            lr, decay = float(group["lr"]), float(group["weight_decay"])
-            weights = master[part.start : part.stop]
-            weights.mul_(1.0 - lr * decay)
-            scale = self.scale(part.shape, group)
-            weights.add_(bucket.row[part.start : part.stop], alpha=-lr * scale)
+        with self._guarded(bucket):
+            bucket.exchange.disassemble(bucket.row)
+            master = bucket.master.row
+            for part in bucket.parts:
+                group = groups[part.group]
+                lr, decay = float(group["lr"]), float(group["weight_decay"])
+                weights = master[part.start : part.stop]
+                weights.mul_(1.0 - lr * decay)
+                scale = self.scale(part.shape, group)
+                weights.add_(bucket.row[part.start : part.stop], alpha=-lr * scale)
+
+
+def _exchange(
+    plan: OwnershipPlan,
+    bucket: ExchangeSchedule,
+    group: Group,
+    buffers: ExchangeBuffers,
+    routes: Mapping[str, Route],
+) -> Exchange:
+    shapes: dict[int, Shape] = {}
+    boxes: dict[int, ShardBoxes] = {}
+    for owned in bucket.owned:
+        shapes[owned.matrix] = _shape(plan, owned.matrix)
+        view = routes[plan.params[int(plan.matrix_param[owned.matrix])].name].matrix
+        if view is not None and owned.shards > 1:
+            boxes[owned.matrix] = view.shard_boxes(owned.shards)
+    return Exchange(bucket, group, buffers, shapes, boxes)
 
 
 def _iteration_workspace(plan: OwnershipPlan, bucket: ExchangeSchedule) -> int:

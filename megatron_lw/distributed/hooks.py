@@ -1,0 +1,173 @@
+"""When a bucket's gradients are complete during backward, and when its weights are needed in forward.
+
+Both sides keep one rule: the collectives of a chunk are started in one fixed order on every rank,
+whatever order its modules run in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from megatron_lw.distributed.buffers import BucketBuffer
+from megatron_lw.distributed.gather import Publisher
+from megatron_lw.distributed.reduce import start_reduce
+
+
+class OverlappedReduce:
+    """Starts the reduce of each bucket as soon as backward has finished its gradients.
+
+    How often autograd delivers a gradient for a parameter in one backward is learned in the first
+    one (several times where activations are recomputed piece by piece), in which nothing overlaps. A
+    parameter that got none counts as awaited: its bucket is then reduced by `finish_grad_sync`.
+
+    Args:
+        buckets: the chunk's buckets, in the order in which backward completes them, which is the
+            order in which they are started.
+    """
+
+    def __init__(self, buckets: Sequence[BucketBuffer]) -> None:
+        self._buckets = tuple(buckets)
+        self._bucket_of = {name: b for b, bucket in enumerate(buckets) for name in bucket.names}
+        self._expected: Counter[str] | None = None
+        self._arrived: Counter[str] = Counter()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what has arrived, before the backward of a new step."""
+        self._arrived.clear()
+        expected = Counter(dict.fromkeys(self._bucket_of, 1)) | (self._expected or Counter())
+        self._missing = [sum(expected[n] for n in bucket.names) for bucket in self._buckets]
+        self._next = 0
+
+    def arrived(self, name: str) -> None:
+        """Note a gradient of the last micro-batch, and start the reduces that are due.
+
+        Collective: reduce-scatters of complete buckets, in bucket order.
+        """
+        self._arrived[name] += 1
+        if self._expected is None:
+            return
+        if self._arrived[name] <= self._expected[name]:
+            self._missing[self._bucket_of[name]] -= 1
+        while self._next < len(self._buckets) and self._missing[self._next] == 0:
+            start_reduce(self._buckets[self._next], async_op=True)
+            self._next += 1
+
+    def finished(self) -> None:
+        """Note that all buckets are reduced; the first time, learn how often gradients arrive."""
+        if self._expected is None and self._arrived:
+            self._expected = Counter(
+                {name: max(1, self._arrived[name]) for name in self._bucket_of}
+            )
+        self._next = len(self._buckets)
+
+
+class OverlappedGather:
+    """Makes every reader of a weight wait for the gather of its bucket, and of no other.
+
+    A forward pre-hook on each module waits for the module's own parameters; parameters of modules
+    that have no forward of their own (a `ParameterDict`) belong to the module around them. A weight
+    that is used outside its module, say through `functional.linear(x, other.weight)`, is caught by
+    `guard`, under which the wrapper runs the model as long as a gather is outstanding.
+
+    Args:
+        module: the model chunk.
+        publishers: what gathers its buckets.
+    """
+
+    def __init__(self, module: nn.Module, publishers: Sequence[Publisher]) -> None:
+        self._publishers = tuple(publishers)
+        self._by_param: dict[int, Publisher] = {
+            id(param): publisher
+            for publisher in publishers
+            for param in publisher.bucket.params.values()
+        }
+        self._hooks: list[RemovableHandle] = []
+        for owner, params in _readers(module).items():
+            needed = tuple(
+                dict.fromkeys(self._by_param[id(p)] for p in params if id(p) in self._by_param)
+            )
+            if needed:
+                self._hooks.append(owner.register_forward_pre_hook(_waiting_hook(needed)))
+        self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish()))
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether any gather has not landed."""
+        return any(publisher.outstanding for publisher in self._publishers)
+
+    def guard(self) -> TorchFunctionMode:
+        """A mode under which any operation on a weight waits for its bucket first."""
+        return _WaitOnUse(self._by_param)
+
+    def finish(self) -> None:
+        """Wait for all gathers and land them."""
+        for publisher in self._publishers:
+            publisher.wait_and_land()
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+class _WaitOnUse(TorchFunctionMode):
+    """Waits for the bucket of every parameter that an operation is about to read."""
+
+    def __init__(self, by_param: Mapping[int, Publisher]) -> None:
+        super().__init__()
+        self._by_param = by_param
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for value in _flat((*args, *kwargs.values())):
+            if isinstance(value, torch.Tensor):
+                publisher = self._by_param.get(id(value))
+                if publisher is not None and publisher.outstanding:
+                    publisher.wait_and_land()
+        return func(*args, **kwargs)
+
+
+def _flat(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _readers(module: nn.Module) -> dict[nn.Module, list[nn.Parameter]]:
+    """Module with a forward -> its own parameters and those of modules below that have none."""
+    readers: dict[nn.Module, list[nn.Parameter]] = {}
+
+    def visit(current: nn.Module, reader: nn.Module) -> None:
+        if type(current).forward is not nn.Module.forward:
+            reader = current
+        readers.setdefault(reader, []).extend(current.parameters(recurse=False))
+        for child in current.children():
+            visit(child, reader)
+
+    visit(module, module)
+    return readers
+
+
+def _waiting_hook(publishers: Sequence[Publisher]) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        for publisher in publishers:
+            publisher.wait_and_land()
+
+    return hook

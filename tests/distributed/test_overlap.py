@@ -1,0 +1,150 @@
+"""Overlap on equals overlap off. Class *bitwise*, on 2 and 3 ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import megatron_lw
+from tests.harness import expect_failure_on_all, run_ranks
+
+CONFIG = {"optimizer": "muon", "lr": 0.02, "clip_grad": 1.0, "bf16": True}
+
+
+class Wild(nn.Module):
+    """Modules that run in another order every step, twice or not at all; weights used from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        dtype = torch.bfloat16
+        self.stem = nn.Linear(16, 16, dtype=dtype)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16, dtype=dtype) for _ in range(4))
+        self.unused = nn.Linear(16, 16, dtype=dtype)
+        self.loose = nn.ParameterDict({"w": nn.Parameter(torch.randn(16, 16, dtype=dtype) * 0.1)})
+        self.borrowed = nn.Linear(16, 16, dtype=dtype)
+        self.root_scale = nn.Parameter(torch.ones(16, dtype=dtype))
+        self.norm = nn.LayerNorm(16, dtype=dtype)
+
+    def forward(self, x: torch.Tensor, order: list[int], recompute: bool = False) -> torch.Tensor:
+        x = functional.linear(x, self.borrowed.weight, self.borrowed.bias)
+        x = self.stem(x * self.root_scale)
+        for index in order:
+            block = self.blocks[index]
+            x = x + (checkpoint(block, x, use_reentrant=True) if recompute else block(x))
+        return self.norm(x @ self.loose["w"]).float().square().mean()
+
+
+def orders(step: int, rank: int) -> list[int]:
+    """Not all blocks, some twice, another order on every step and rank."""
+    choices = [[0, 1, 2, 3], [3, 2, 1, 0], [1, 1, 0, 2], [2, 3], [0, 1, 2, 3, 0]]
+    return choices[(step + rank) % len(choices)]
+
+
+def train(overlap, steps, disturb, recompute=False, bucket_size=300):
+    groups = megatron_lw.ParallelGroups.create()
+    config = megatron_lw.DDPConfig(
+        bucket_size=bucket_size, overlap_grad_reduce=overlap, overlap_param_gather=overlap
+    )
+    ddp = megatron_lw.DistributedDataParallel(Wild(), groups, config)
+    settings = megatron_lw.OptimizerConfig(**CONFIG, on_nonfinite="skip")
+    optimizer = megatron_lw.get_megatron_optimizer(settings, [ddp])
+    rank = groups.dp.rank
+    history, early, pending, evaluations = [], 0, 0, []
+    for step in range(steps):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(8, 16, generator=generator).bfloat16()
+        with ddp.no_sync():
+            loss = ddp(x, orders(step, rank), recompute)
+            (loss / 2).backward()
+        pending += sum(p.outstanding for p in ddp.publishers)
+        if disturb and step % 7 == 3:
+            loss = loss * float("nan")
+        loss = ddp(x + 1, orders(step + 1, rank), recompute)
+        if disturb and step % 7 == 3:
+            loss = loss * float("nan")
+        (loss / 2).backward()
+        early += sum(bucket.handle.outstanding for bucket in ddp.buckets)
+        if disturb and step % 5 == 2:
+            ddp.start_param_sync()
+        history.append(optimizer.step())
+        if disturb and step % 3 == 1:
+            with torch.no_grad():
+                evaluations.append(float(ddp(x, [0, 1, 2, 3])))
+        if disturb and step % 4 == 1:
+            ddp.start_param_sync()
+            ddp.finish_param_sync()
+    weights = {n: p.clone() for n, p in ddp.state_dict().items()}
+    return weights, history, evaluations, early, pending, len(ddp.buckets)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("disturb", [False, True])
+def test_fifty_steps_equal_the_synchronous_path(ranks, disturb):
+    """With evaluation, skipped steps and explicit syncs in between; reduces start during backward."""
+    plain = run_ranks(train, ranks, False, 50, disturb)
+    overlapped = run_ranks(train, ranks, True, 50, disturb)
+    for a, b in zip(plain, overlapped, strict=True):
+        for name, weight in a[0].items():
+            assert torch.equal(weight, b[0][name]), name
+        assert repr(a[1]) == repr(b[1])
+        assert a[2] == b[2]
+        assert a[3] == 0 and b[3] > 0, "a reduce is outstanding when backward has ended"
+        assert a[4] == 0 and b[5] >= 4
+        assert not disturb or any(not success for success, _, _ in a[1])
+
+
+def test_recomputed_activations():
+    """Reentrant checkpoints deliver a weight's gradient more than once in one backward."""
+    plain = run_ranks(train, 2, False, 6, False, True)
+    overlapped = run_ranks(train, 2, True, 6, False, True)
+    for a, b in zip(plain, overlapped, strict=True):
+        for name, weight in a[0].items():
+            assert torch.equal(weight, b[0][name]), name
+
+
+def gather_events():
+    """What is outstanding when each block of the forward after a step begins."""
+    groups = megatron_lw.ParallelGroups.create()
+    config = megatron_lw.DDPConfig(bucket_size=300, overlap_param_gather=True)
+    ddp = megatron_lw.DistributedDataParallel(Wild(), groups, config)
+    optimizer = megatron_lw.get_megatron_optimizer(megatron_lw.OptimizerConfig(**CONFIG), [ddp])
+    x = torch.randn(8, 16).bfloat16()
+    optimizer.zero_grad()
+    ddp(x, [0, 1, 2, 3]).backward()
+    optimizer.step()
+    after_step = sum(p.outstanding for p in ddp.publishers)
+    seen = []
+    for block in ddp.module.blocks:
+        block.register_forward_hook(
+            lambda *_: seen.append(sum(p.outstanding for p in ddp.publishers))
+        )
+    with torch.no_grad():
+        ddp(x, [0, 1, 2, 3])
+    left = sum(p.outstanding for p in ddp.publishers)
+    ddp.module.state_dict()
+    return after_step, seen, left, sum(p.outstanding for p in ddp.publishers), len(ddp.publishers)
+
+
+def test_forward_waits_for_what_it_reads_and_nothing_else():
+    for after_step, seen, left, after_state_dict, publishers in run_ranks(gather_events, 2):
+        assert after_step == publishers
+        assert 0 < seen[0] < publishers, "some buckets are still on their way while a block runs"
+        assert seen == sorted(seen, reverse=True)
+        assert left >= 1, "the unused module's bucket was not waited for"
+        assert after_state_dict == 0
+
+
+def contradicting_flags():
+    groups = megatron_lw.ParallelGroups.create()
+    ddp = megatron_lw.DistributedDataParallel(Wild(), groups, megatron_lw.DDPConfig())
+    settings = megatron_lw.OptimizerConfig(**CONFIG, overlap_param_gather=True)
+    megatron_lw.get_megatron_optimizer(settings, [ddp])
+
+
+def test_overlap_flags_that_contradict_each_other():
+    expect_failure_on_all(contradicting_flags, 2, megatron_lw.ConfigError, "overlap_param_gather")
