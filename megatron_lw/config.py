@@ -47,7 +47,7 @@ class OptimizerConfig:
 
     # General
     lr: float | None = None
-    """Learning rate of every group that names none; None if a scheduler sets it."""
+    """Learning rate of every group that names none; it must be set, as schedulers start from it."""
     min_lr: float | None = None
     """Lower end of the learning-rate schedule, written into the groups for the scheduler."""
     decoupled_lr: float | None = None

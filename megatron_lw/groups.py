@@ -210,7 +210,7 @@ class ParallelGroups:
             "replicas": "tp_dp",
             "tp_dp": "replicas",
         }
-        if "tp" not in groups:
+        if "tp" not in groups or groups["tp"].size == 1:
             fallback["tp_dp"] = "dp"
         if "ep" not in groups:
             fallback |= {"expert_dp": "dp", "expert_tp": "tp", "expert_tp_dp": "tp_dp"}

@@ -83,6 +83,7 @@ class BucketBuffer:
             for (name, param), start in zip(self._params.items(), layout.offsets, strict=True)
         }
         self.weights = self._adopt_weights()
+        self._addresses = [(n, p, p.data_ptr()) for n, p in self._params.items()]
         for name, param in self._params.items():
             bind_main_grad(param, self._main_grads[name])
 
@@ -100,6 +101,28 @@ class BucketBuffer:
     def grad_row(self) -> torch.Tensor:
         """This rank's row of the gradient storage. Aliases `grads`; valid once REDUCED."""
         return own_row(self.grads, self.group)
+
+    def check_bindings(self) -> None:
+        """Check that every parameter is still the view that training writes and reads.
+
+        Raises:
+            StateError: a parameter left the storage, was frozen, or has a gradient elsewhere.
+        """
+        for name, param, address in self._addresses:
+            if param.data_ptr() != address:
+                raise StateError(
+                    f"parameter {name!r} no longer lies in its bucket (it was moved, cast or "
+                    "assigned to after the optimizer was built); copy values in place instead"
+                )
+            if param.grad is not None:
+                raise StateError(
+                    f"parameter {name!r} has a gradient in .grad, which is never stepped; "
+                    "gradients belong in .main_grad"
+                )
+            if not param.requires_grad:
+                raise StateError(
+                    f"parameter {name!r} was frozen after the optimizer was built; build it anew"
+                )
 
     def weight_tensors(self) -> list[torch.Tensor]:
         """The weights, in as few tensors as hold them."""
@@ -136,6 +159,7 @@ class BucketBuffer:
             )
         self.grad_state = GradState.ACCUMULATING
         if grad is not None:
+            grad = grad.detach()
             self._main_grads[name].add_(grad.to_dense() if grad.is_sparse else grad)
 
     def begin_reduce(self) -> None:

@@ -251,15 +251,25 @@ def all_gather_objects(obj: Any, group: Group) -> list[Any]:
 
 
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
-    """Copy a tensor from the group's rank `source` to the others, in place.
+    """Copy a tensor of any dtype and layout from the group's rank `source` to the others, in place.
+
+    It travels as bytes, packed; of an expanded tensor each element travels once.
 
     Collective: broadcast over `group`.
     """
     nbytes = tensor.numel() * tensor.element_size() if group.rank == source else 0
     group.traffic.add("broadcast", nbytes)
-    if group.handle is not None:
-        with _named(_describe("broadcast", group, "")):
-            dist.broadcast(tensor, src=group.ranks[source], group=group.handle)
+    if group.handle is None or tensor.numel() == 0:
+        return
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    packed = tensor.contiguous()
+    with _named(_describe("broadcast", group, "")):
+        wire = packed.view(-1).view(torch.uint8)
+        dist.broadcast(wire, src=group.ranks[source], group=group.handle)
+    if packed.data_ptr() != tensor.data_ptr():
+        tensor.copy_(packed)
 
 
 def agree_or_raise(problem: Exception | None, group: Group) -> None:
@@ -328,5 +338,8 @@ def attempt(check: Callable[[], T], group: Group) -> T:
         result = check()
     except LayerWiseError as error:
         problem = error
+    except Exception as error:
+        problem = ConfigError(f"{type(error).__name__}: {error}")
+        problem.__cause__ = error
     agree_or_raise(problem, group)
     return cast(T, result)

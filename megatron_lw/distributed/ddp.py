@@ -19,10 +19,17 @@ from megatron_lw.distributed import collectives, reduce
 from megatron_lw.distributed.buffers import BucketBuffer, GradState
 from megatron_lw.distributed.gather import Publisher
 from megatron_lw.distributed.hooks import OverlappedGather, OverlappedReduce
+from megatron_lw.distributed.inert import Hook
 from megatron_lw.errors import ConfigError, StateError
 from megatron_lw.groups import ParallelGroups
-from megatron_lw.optimizer.describe import take_gradient
-from megatron_lw.optimizer.names import NameMap
+from megatron_lw.optimizer.describe import (
+    Holder,
+    buffer_domain,
+    frozen_domain,
+    take_gradient,
+    take_hold,
+)
+from megatron_lw.optimizer.names import NameMap, natural_key
 
 
 class DistributedDataParallel(nn.Module):
@@ -36,6 +43,8 @@ class DistributedDataParallel(nn.Module):
 
     Attributes:
         finalized: whether `finalize_model_grads` has finished the gradients of this step.
+        masters_newer: whether the masters have changed since the weights were published.
+        broken: why the masters must not be published; None unless a step failed half-way.
 
     Gradients live in one place: `param.main_grad`, a view of the bucket's storage, valid on every
     rank until the reduce and only in this rank's row after it. `param.grad` is None after backward.
@@ -68,6 +77,10 @@ class DistributedDataParallel(nn.Module):
         self._reduced = False
         self.finalized = False
         self._attached = False
+        self._stale = False
+        self._holder = Holder()
+        self.masters_newer = False
+        self.broken: str | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; weights still being gathered are waited for as they are read."""
@@ -95,31 +108,48 @@ class DistributedDataParallel(nn.Module):
     def attach(self, buckets: Sequence[BucketBuffer]) -> None:
         """Take the buckets that hold this module's parameters, in place of earlier ones.
 
+        Parameters that another wrapper or an earlier optimizer held are taken over; that one can
+        step no more. Gradients in `param.grad` are dropped.
+
         Args:
             buckets: storage in backward order.
         """
+        self._release()
+        self._buckets = tuple(buckets)
+        self._holder = Holder(self._release)
+        if self.ddp_config.overlap_grad_reduce:
+            self._overlapped_reduce = OverlappedReduce(self._buckets, self.groups.replicas)
+        for bucket in self._buckets:
+            take_hold(bucket.params.values(), self._holder)
+            for name, param in bucket.params.items():
+                hook = Hook(self._land_gradient(bucket, name))
+                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+        managed = self._managed()
+        for module in self.module.modules():
+            if module is self.module or any(id(p) in managed for p in module.parameters(False)):
+                before, after = Hook(self._before_load), Hook(self._after_load)
+                self._hooks.append(module.register_load_state_dict_pre_hook(before))
+                self._hooks.append(module.register_load_state_dict_post_hook(after))
+
+    def _release(self) -> None:
+        """Let go of the module: no hook of ours stays on it."""
+        self._holder.release = None
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [
-            self.module.register_load_state_dict_pre_hook(self._before_load),
-            self.module.register_load_state_dict_post_hook(self._after_load),
-        ]
-        self._buckets = tuple(buckets)
-        self._publishers = ()
-        self._reduced = self.finalized = False
-        if self.ddp_config.overlap_grad_reduce:
-            self._overlapped_reduce = OverlappedReduce(self._buckets)
-        for bucket in self._buckets:
-            for name, param in bucket.params.items():
-                hook = param.register_post_accumulate_grad_hook(self._land_gradient(bucket, name))
-                self._hooks.append(hook)
+        if self._overlapped_gather is not None:
+            self._overlapped_gather.remove()
+        self._hooks = []
+        self._buckets, self._publishers = (), ()
+        self._overlapped_reduce = self._overlapped_gather = None
+        self._attached = self._reduced = self.finalized = self._stale = False
+
+    def _managed(self) -> set[int]:
+        return {id(param) for bucket in self._buckets for param in bucket.params.values()}
 
     def attach_publishers(self, publishers: Sequence[Publisher]) -> None:
         """Take what gathers the weights of this module's buckets, in the same order."""
         self._publishers = tuple(publishers)
         self._attached = True
-        if self._overlapped_gather is not None:
-            self._overlapped_gather.remove()
         if self.ddp_config.overlap_param_gather:
             self._overlapped_gather = OverlappedGather(self.module, self._publishers)
 
@@ -140,6 +170,35 @@ class DistributedDataParallel(nn.Module):
         if self._overlapped_reduce is not None:
             self._overlapped_reduce.reset()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradient storage, as `zero_grad_buffer`."""
+        self.zero_grad_buffer()
+        super().zero_grad(set_to_none)
+
+    def check_bindings(self) -> None:
+        """Check, before anything is communicated, that training acts on what the model holds.
+
+        Raises:
+            StateError: a trainable parameter is not in a bucket, left it, was frozen, has a gradient
+                of its own, or the gradients were used by a step already.
+        """
+        self._require_optimizer()
+        managed = self._managed()
+        for name, param in self.module.named_parameters():
+            if param.requires_grad and id(param) not in managed:
+                raise StateError(
+                    f"parameter {name!r} is trainable but not in the optimizer (it was replaced or "
+                    "unfrozen after it was built); use add_param_group before the first step, or "
+                    "build the optimizer anew"
+                )
+        for bucket in self._buckets:
+            bucket.check_bindings()
+            if bucket.grad_state is GradState.SPENT:
+                raise StateError(
+                    f"{bucket.label} holds {bucket.grad_state.value}; call zero_grad() and "
+                    "backward() before each step()"
+                )
+
     def finish_grad_sync(self, divisor: float | None = None) -> None:
         """Reduce every bucket into its rows, as far as backward has not; a second call does nothing.
 
@@ -157,10 +216,13 @@ class DistributedDataParallel(nn.Module):
             raise StateError("finish_grad_sync called within no_sync(): leave it first")
         if self._reduced:
             return
+        overlapped = self._overlapped_reduce
+        for bucket in self._buckets if overlapped is None else overlapped.rest():
+            reduce.start_reduce(bucket, async_op=True)
         for bucket in self._buckets:
             reduce.finish_reduce(bucket, divisor)
-        if self._overlapped_reduce is not None:
-            self._overlapped_reduce.finished()
+        if overlapped is not None:
+            overlapped.finished()
         self._reduced = True
 
     def scale_gradients(self, factor: float) -> None:
@@ -176,29 +238,44 @@ class DistributedDataParallel(nn.Module):
         With `overlap_param_gather` it returns at once, and whoever reads a weight waits for it.
 
         Collective: one all-gather a bucket over its reduce group, on every rank.
+
+        Raises:
+            StateError: a step failed half-way, so that the masters are not one state.
         """
+        if self.broken is not None:
+            raise StateError(f"the masters cannot be published: {self.broken}")
+        self.masters_newer = False
         for publisher in reversed(self._publishers):
             publisher.start()
         if self._overlapped_gather is None:
             self.finish_param_sync()
 
     def start_param_sync(self) -> None:
-        """Publish the masters; changes nothing where the weights are published already.
+        """Publish the masters if they are newer than the weights; otherwise nothing is to be done.
+
+        A step publishes by itself, so that this may be called at any moment and changes nothing.
 
         Raises:
-            StateError: the module has no optimizer yet.
+            StateError: the module has no optimizer yet, or a step failed half-way.
         """
         self._require_optimizer()
-        self.publish()
+        if self.masters_newer or self.broken is not None:
+            self.publish()
 
     def finish_param_sync(self) -> None:
         """Wait for all gathers; needed before weights are read outside of forward."""
         for publisher in reversed(self._publishers):
             publisher.wait_and_land()
 
+    def refresh_masters(self) -> None:
+        """Let the masters follow weights that were loaded since they were last used."""
+        if self._stale:
+            self.reload_masters()
+
     def reload_masters(self) -> None:
         """Set the masters from the weights, after weights were loaded into the module."""
         self.finish_param_sync()
+        self._stale = False
         for publisher in self._publishers:
             publisher.master.seed()
 
@@ -206,18 +283,24 @@ class DistributedDataParallel(nn.Module):
         """Make replicas equal: every parameter and buffer as the first rank of its group has it.
 
         Collective: one broadcast a bucket over its reduce group (and over `groups.embedding` for a
-        tied one), one a frozen parameter or buffer over `groups.dp`.
+        tied one), then one a frozen parameter or buffer, by name, over that of its domain.
         """
         self.finish_param_sync()
-        managed = {id(p) for bucket in self._buckets for p in bucket.params.values()}
         for bucket in self._buckets:
             for tensor in bucket.weight_tensors():
                 collectives.broadcast(tensor, bucket.group)
                 if bucket.tied:
                     collectives.broadcast(tensor, self.groups.embedding)
-        rest = [p for p in self.module.parameters() if id(p) not in managed]
-        for tensor in [*rest, *self.module.buffers()]:
-            collectives.broadcast(tensor.detach(), self.groups.dp)
+        managed = self._managed()
+        rest = [
+            (name, param.detach(), frozen_domain(param))
+            for name, param in self.module.named_parameters()
+            if id(param) not in managed
+        ]
+        domain = buffer_domain(self.groups)
+        rest += [(name, buffer, domain) for name, buffer in self.module.named_buffers()]
+        for _, tensor, domain in sorted(rest, key=lambda entry: natural_key(entry[0])):
+            collectives.broadcast(tensor, self.groups.domain(domain).reduce)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's state dict, without a prefix of ours."""
@@ -229,11 +312,19 @@ class DistributedDataParallel(nn.Module):
         self.finish_param_sync()
         return self.module.load_state_dict(*args, **kwargs)
 
+    def __deepcopy__(self, memo: object) -> DistributedDataParallel:
+        """Refused: a copy would share no storage with the optimizer."""
+        raise StateError("copy.deepcopy of the wrapper: copy its .module, and wrap the copy")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refused: process groups cannot be pickled."""
+        raise StateError("pickling the wrapper: save its state_dict() or its .module")
+
     def _before_load(self, *_: Any) -> None:
         self.finish_param_sync()
 
     def _after_load(self, *_: Any) -> None:
-        self.reload_masters()
+        self._stale = True
 
     def _require_optimizer(self) -> None:
         if not self._attached:

@@ -16,57 +16,78 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from megatron_lw.distributed.buffers import BucketBuffer
+from megatron_lw.distributed.collectives import all_gather_objects
 from megatron_lw.distributed.gather import Publisher
+from megatron_lw.distributed.group import Group
+from megatron_lw.distributed.inert import Hook
 from megatron_lw.distributed.reduce import start_reduce
 
 
 class OverlappedReduce:
     """Starts the reduce of each bucket as soon as backward has finished its gradients.
 
-    How often autograd delivers a gradient for a parameter in one backward is learned in the first
-    one (several times where activations are recomputed piece by piece), in which nothing overlaps. A
-    parameter that got none counts as awaited: its bucket is then reduced by `finish_grad_sync`.
+    Buckets are started in one order, agreed on by all ranks: a bucket waits for those before it. The
+    order, and how often autograd delivers a gradient for a parameter in one backward (several times
+    where activations are recomputed piece by piece), are learned in the first backward, in which
+    nothing overlaps: buckets that were not complete on every rank, since a parameter got no gradient,
+    come last. A parameter that got none is awaited all the same; `finish_grad_sync` reduces what is
+    left.
 
     Args:
-        buckets: the chunk's buckets, in the order in which backward completes them, which is the
-            order in which they are started.
+        buckets: the chunk's buckets, in the order in which backward completes them.
+        group: the ranks that have the same buckets, to agree on the order.
     """
 
-    def __init__(self, buckets: Sequence[BucketBuffer]) -> None:
+    def __init__(self, buckets: Sequence[BucketBuffer], group: Group) -> None:
         self._buckets = tuple(buckets)
+        self._group = group
+        self._order: list[int] | None = None
         self._bucket_of = {name: b for b, bucket in enumerate(buckets) for name in bucket.names}
-        self._expected: Counter[str] | None = None
+        self._expected = Counter(dict.fromkeys(self._bucket_of, 1))
         self._arrived: Counter[str] = Counter()
         self.reset()
 
     def reset(self) -> None:
         """Forget what has arrived, before the backward of a new step."""
         self._arrived.clear()
-        expected = Counter(dict.fromkeys(self._bucket_of, 1)) | (self._expected or Counter())
-        self._missing = [sum(expected[n] for n in bucket.names) for bucket in self._buckets]
+        self._missing = [sum(self._expected[n] for n in bucket.names) for bucket in self._buckets]
         self._next = 0
 
     def arrived(self, name: str) -> None:
         """Note a gradient of the last micro-batch, and start the reduces that are due.
 
-        Collective: reduce-scatters of complete buckets, in bucket order.
+        Collective: reduce-scatters of complete buckets, in the agreed order.
         """
         self._arrived[name] += 1
-        if self._expected is None:
-            return
         if self._arrived[name] <= self._expected[name]:
             self._missing[self._bucket_of[name]] -= 1
-        while self._next < len(self._buckets) and self._missing[self._next] == 0:
-            start_reduce(self._buckets[self._next], async_op=True)
+        while self._order is not None and self._next < len(self._order):
+            index = self._order[self._next]
+            if self._missing[index] > 0:
+                return
+            start_reduce(self._buckets[index], async_op=True)
             self._next += 1
 
+    def rest(self) -> list[BucketBuffer]:
+        """The buckets that backward has not started, in the agreed order."""
+        order = self._order or range(len(self._buckets))
+        return [self._buckets[index] for index in list(order)[self._next :]]
+
     def finished(self) -> None:
-        """Note that all buckets are reduced; the first time, learn how often gradients arrive."""
-        if self._expected is None and self._arrived:
-            self._expected = Counter(
-                {name: max(1, self._arrived[name]) for name in self._bucket_of}
-            )
+        """Note that all buckets are reduced; learn from the first step that had a backward.
+
+        Collective: an all-gather of small objects over the group, until the order is known.
+        """
         self._next = len(self._buckets)
+        if self._order is not None:
+            return
+        incomplete = {self._bucket_of[name] for name in self._bucket_of if not self._arrived[name]}
+        gathered = all_gather_objects(sorted(incomplete), self._group)
+        late = {index for found in gathered for index in found}
+        if len(late) < len(self._buckets):
+            everything = range(len(self._buckets))
+            self._order = [b for b in everything if b not in late] + sorted(late)
+            self._expected |= self._arrived
 
 
 class OverlappedGather:
@@ -95,8 +116,8 @@ class OverlappedGather:
                 dict.fromkeys(self._by_param[id(p)] for p in params if id(p) in self._by_param)
             )
             if needed:
-                self._hooks.append(owner.register_forward_pre_hook(_waiting_hook(needed)))
-        self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish()))
+                self._hooks.append(owner.register_forward_pre_hook(Hook(_waiting(needed))))
+        self._hooks.append(module.register_state_dict_pre_hook(Hook(lambda *_: self.finish())))
 
     @property
     def outstanding(self) -> bool:
@@ -165,7 +186,7 @@ def _readers(module: nn.Module) -> dict[nn.Module, list[nn.Parameter]]:
     return readers
 
 
-def _waiting_hook(publishers: Sequence[Publisher]) -> Callable[..., None]:
+def _waiting(publishers: Sequence[Publisher]) -> Callable[..., None]:
     def hook(*_: Any) -> None:
         for publisher in publishers:
             publisher.wait_and_land()

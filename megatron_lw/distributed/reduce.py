@@ -6,7 +6,7 @@ same bits on any number of ranks, and only 1/D of the elements is touched.
 
 from __future__ import annotations
 
-from megatron_lw.distributed.buffers import BucketBuffer, GradState
+from megatron_lw.distributed.buffers import BucketBuffer
 from megatron_lw.distributed.collectives import reduce_scatter_rows
 
 
@@ -22,7 +22,7 @@ def start_reduce(bucket: BucketBuffer, *, async_op: bool = False) -> None:
 
 
 def finish_reduce(bucket: BucketBuffer, divisor: float | None = None) -> None:
-    """Start the reduce if it has not been started, wait for it and average the row.
+    """Wait for the bucket's reduce and average the row.
 
     After it the bucket is REDUCED and `bucket.grad_row` holds the mean gradient.
 
@@ -30,8 +30,6 @@ def finish_reduce(bucket: BucketBuffer, divisor: float | None = None) -> None:
         bucket: the bucket.
         divisor: what the sum is divided by; the bucket's own divisor if None.
     """
-    if bucket.grad_state is not GradState.REDUCING:
-        start_reduce(bucket)
     bucket.end_reduce()
     divisor = bucket.divisor if divisor is None else divisor
     if divisor != 1:

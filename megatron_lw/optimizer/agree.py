@@ -16,14 +16,14 @@ from megatron_lw.distributed.collectives import agree_or_raise, all_gather_objec
 from megatron_lw.distributed.group import Group
 from megatron_lw.errors import ConfigError, PlanMismatchError
 from megatron_lw.groups import DOMAINS, ParallelGroups
-from megatron_lw.optimizer.describe import ParamInfo
+from megatron_lw.optimizer.describe import DescribedModel
 from megatron_lw.optimizer.names import natural_key
 
 Fact = tuple[str, object]
 _LOCAL_SETTINGS = frozenset({"timers", "config_logger_dir", "barrier_with_L1_time"})
 
 
-def agree_on_model(infos: Sequence[ParamInfo], groups: ParallelGroups) -> None:
+def agree_on_model(model: DescribedModel, groups: ParallelGroups) -> None:
     """Check that all parts and replicas of a parameter are described alike, and names are global.
 
     Equal local shapes and tags over the tensor-parallel ranks mean that their boxes tile the global
@@ -38,9 +38,14 @@ def agree_on_model(infos: Sequence[ParamInfo], groups: ParallelGroups) -> None:
         ConfigError: on every rank of the world: a name is used for different parameters of two
             pipeline stages or of two expert-parallel ranks, or copies of a tied weight differ.
     """
+    infos = model.infos
     for domain in DOMAINS:
+        over = groups.domain(domain)
         facts = [(info.name, info.facts()) for info in infos if info.domain == domain]
-        _agree(f"the {domain} parameters", facts, groups.domain(domain).exchange, groups.world)
+        _agree(f"the {domain} parameters", facts, over.exchange, groups.world)
+        unstepped = [(entry[0], entry) for entry in model.unstepped if entry[1] == domain]
+        what = f"the frozen {domain} parameters and buffers"
+        _agree(what, unstepped, over.reduce, groups.world)
     stage = {info.name for info in infos if info.tied is None}
     _require_disjoint(stage, groups.pp, "pipeline stages", groups.world)
     experts = {i.name for i in infos if i.domain == "expert" and i.ep_size == 1}

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from megatron_lw.config import OptimizerConfig
+from megatron_lw.distributed.collectives import attempt
 from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.errors import ConfigError
 from megatron_lw.fp8.te import load_fused_adam
 from megatron_lw.groups import ParallelGroups
-from megatron_lw.optimizer.build import Runtime, build_runtime
+from megatron_lw.optimizer.build import build_runtime
 from megatron_lw.optimizer.children.adam_backends import AdamBackend, resolve_adam_backend
 from megatron_lw.optimizer.routing import ExplicitGroup
+from megatron_lw.optimizer.runtime import Runtime
 from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer
 from megatron_lw.overrides import ParamGroupOverride, ParamKey
 
@@ -46,10 +48,8 @@ def get_megatron_optimizer(
         ConfigError: a setting, a tag or the model cannot be honoured.
         PlanMismatchError: ranks hold different models or settings.
     """
-    chunks = _wrapped(model_chunks)
-    _check_overlap(config, chunks)
-    groups = chunks[0].groups if pg_collection is None else pg_collection
-    _check_groups(chunks, groups)
+    groups = _groups(model_chunks, pg_collection)
+    chunks = attempt(lambda: _checked(config, model_chunks, groups), groups.world)
 
     def resolve_backend(device: torch.device) -> AdamBackend:
         return resolve_adam_backend(config.adam_backend, device, load_fused_adam)
@@ -58,9 +58,39 @@ def get_megatron_optimizer(
         return build_runtime(config, chunks, groups, config_overrides, resolve_backend, explicit)
 
     optimizer = LayerWiseDistributedOptimizer(config, chunks, groups, rebuild)
-    if dump_param_to_param_group_map is not None and groups.world.rank == 0:
-        Path(dump_param_to_param_group_map).write_text(optimizer.routing_report() + "\n")
+    if dump_param_to_param_group_map is not None:
+        report = Path(dump_param_to_param_group_map)
+        attempt(lambda: _write(report, optimizer.routing_report(), groups), groups.world)
     return optimizer
+
+
+def _groups(
+    model_chunks: Sequence[nn.Module], pg_collection: ParallelGroups | None
+) -> ParallelGroups:
+    """The groups given, or else those that the chunks were wrapped with."""
+    if pg_collection is not None:
+        return pg_collection
+    for chunk in [] if isinstance(model_chunks, nn.Module) else model_chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            return chunk.groups
+    raise ConfigError(
+        "model_chunks must be a list of modules wrapped in megatron_lw.DistributedDataParallel"
+    )
+
+
+def _write(path: Path, report: str, groups: ParallelGroups) -> None:
+    if groups.world.rank == 0:
+        path.write_text(report + "\n")
+
+
+def _checked(
+    config: OptimizerConfig, model_chunks: Sequence[nn.Module], groups: ParallelGroups
+) -> list[DistributedDataParallel]:
+    """The chunks, once model, groups and settings are known to fit together."""
+    chunks = _wrapped(model_chunks)
+    _check_overlap(config, chunks)
+    _check_groups(chunks, groups)
+    return chunks
 
 
 def _wrapped(model_chunks: Sequence[nn.Module]) -> list[DistributedDataParallel]:
@@ -82,9 +112,7 @@ def _wrapped(model_chunks: Sequence[nn.Module]) -> list[DistributedDataParallel]
     return chunks
 
 
-def _check_overlap(
-    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel]
-) -> None:
+def _check_overlap(config: OptimizerConfig, chunks: Sequence[DistributedDataParallel]) -> None:
     """The wrapper decides whether gathers overlap; a configuration that says more is refused."""
     if config.overlap_param_gather and not chunks[0].ddp_config.overlap_param_gather:
         raise ConfigError(

@@ -25,7 +25,7 @@ from megatron_lw.optimizer.children.base import Child
 from megatron_lw.optimizer.children.coefficients import resolve_coefficients
 from megatron_lw.optimizer.children.muon import Muon
 from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
-from megatron_lw.optimizer.describe import DescribedModel, describe
+from megatron_lw.optimizer.describe import DescribedModel, describe, logical_numel
 from megatron_lw.optimizer.layout import BucketLayout
 from megatron_lw.optimizer.masters import MasterRow
 from megatron_lw.optimizer.names import NameMap
@@ -37,36 +37,12 @@ from megatron_lw.optimizer.routing import (
     agree_on_groups,
     decide_routes,
 )
-from megatron_lw.optimizer.stats import CountedRange, counted_ranges
+from megatron_lw.optimizer.runtime import Runtime
+from megatron_lw.optimizer.stats import counted_runs
 from megatron_lw.overrides import ParamGroupOverride, ParamKey
 
 BackendResolver = Callable[[torch.device], AdamBackend]
 _WEIGHT_DTYPES = {"bfloat16", "float32"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Runtime:
-    """Everything a step works with, on this rank.
-
-    Attributes:
-        model: facts and parameters.
-        routing: child and group of each parameter.
-        plans: domain -> ownership plan, for domains that have parameters.
-        buckets: all buckets, dense first, in the order in which backward completes them.
-        children: the child optimizers, in the order in which they step.
-        publishers: one for each bucket.
-        counted: what this rank counts in the statistics.
-        device: where the parameters are.
-    """
-
-    model: DescribedModel
-    routing: Routing
-    plans: Mapping[Domain, OwnershipPlan]
-    buckets: tuple[BucketBuffer, ...]
-    children: tuple[Child, ...]
-    publishers: tuple[Publisher, ...]
-    counted: tuple[CountedRange, ...]
-    device: torch.device
 
 
 def build_runtime(
@@ -88,7 +64,7 @@ def build_runtime(
     """
     ddp_config = chunks[0].ddp_config
     model = attempt(lambda: _describe(config, chunks, groups), groups.world)
-    agree.agree_on_model(model.infos, groups)
+    agree.agree_on_model(model, groups)
     routes = attempt(lambda: decide_routes(model, config, overrides, explicit), groups.world)
     routing = agree_on_groups(routes, config, groups.world)
     plans = attempt(lambda: _plan(routes, ddp_config, groups), groups.world)
@@ -117,7 +93,7 @@ def build_runtime(
         buckets=tuple(publishers),
         children=_children(config, plans, placed, masters, routing, backend, groups),
         publishers=tuple(publishers.values()),
-        counted=counted_ranges(tuple(publishers), _counter(model, groups)),
+        counted=counted_runs(tuple(publishers), _counter(model, groups)),
         device=device,
     )
 
@@ -140,9 +116,11 @@ def _describe(
         return chunks[chunk].names.to_global(chunk, name)
 
     model = describe([chunk.module for chunk in chunks], groups, NameMap(to_global))
-    devices = {param.device.type for param in model.params.values()}
+    devices = {str(param.device) for param in model.params.values()}
     if len(devices) > 1:
-        raise ConfigError(f"parameters are on several kinds of device: {sorted(devices)}")
+        raise ConfigError(
+            f"parameters are on several devices: {', '.join(sorted(devices))}; one rank has one"
+        )
     for info in model.infos:
         if info.dtype not in _WEIGHT_DTYPES:
             raise ConfigError(
@@ -209,7 +187,11 @@ def _agree_on_plan(
         *agree.settings_facts(config),
         *agree.settings_facts(ddp_config),
         ("Adam kernel", backend.name),
-        ("plan", None if plan is None else plan.digest()),
+        *(
+            []
+            if plan is None
+            else zip((param.name for param in plan.params), plan.facts(), strict=True)
+        ),
     ]
     over = groups.domain(domain).exchange
     agree.agree_on_plan(f"settings and plan of the {domain} domain", facts, over, groups.world)
@@ -289,17 +271,21 @@ def _newton_schulz(config: OptimizerConfig) -> NewtonSchulz:
     return NewtonSchulz(coefficients=coefficients, dtype=dtype)
 
 
-def _counter(model: DescribedModel, groups: ParallelGroups) -> Callable[[str], bool]:
-    """Whether this rank counts its part of a parameter.
+def _counter(model: DescribedModel, groups: ParallelGroups) -> Callable[[str], int]:
+    """How many leading local elements of a parameter this rank counts in the statistics.
 
-    Of tensor-parallel replicas the first counts, of tied copies the one on the first stage.
+    Of tensor-parallel replicas the first counts, of tied copies the one on the first stage, of a
+    parameter that is padded inside only its logical rows.
     """
     infos = {info.name: info for info in model.infos}
 
-    def counted(name: str) -> bool:
+    def counted(name: str) -> int:
         info = infos[name]
+        tensor = groups.domain(info.domain).tensor
         if info.tied is not None and groups.embedding.rank > 0:
-            return False
-        return info.tp_dim is not None or groups.domain(info.domain).tensor.rank == 0
+            return 0
+        if info.tp_dim is None and tensor.rank > 0:
+            return 0
+        return logical_numel(info, tensor.rank)
 
     return counted

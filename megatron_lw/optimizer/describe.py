@@ -8,7 +8,7 @@ raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -23,6 +23,7 @@ from megatron_lw.optimizer.names import NameMap, natural_key
 Role = Literal["matrix", "vector", "embedding", "output"]
 
 _ANNOTATION = "_megatron_lw_annotation"
+_HOLDER = "_megatron_lw_holder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +108,12 @@ class DescribedModel:
     Attributes:
         infos: one record a trainable parameter.
         params: global name -> the parameter.
-        frozen: global names of parameters that take no gradient.
+        unstepped: name, domain, shape and dtype of frozen parameters and of buffers.
     """
 
     infos: tuple[ParamInfo, ...]
     params: Mapping[str, nn.Parameter]
-    frozen: tuple[str, ...]
+    unstepped: tuple[tuple[str, Domain, tuple[int, ...], str], ...]
 
 
 def annotate(
@@ -183,8 +184,9 @@ def describe(
     names = names or NameMap()
     infos: dict[str, ParamInfo] = {}
     params: dict[str, nn.Parameter] = {}
-    frozen: list[str] = []
+    unstepped: dict[str, tuple[str, Domain, tuple[int, ...], str]] = {}
     seen: dict[int, str] = {}
+    places: dict[int, str] = {}
     for index, chunk in enumerate(chunks):
         tables = {
             id(m.weight) for m in chunk.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
@@ -196,23 +198,62 @@ def describe(
                     f"parameter {name!r} of chunk {index} is the same object as {seen[id(param)]!r}"
                     " of another chunk; chunks must not share parameters"
                 )
-            if name in params or name in frozen:
+            if name in params or name in unstepped:
                 raise ConfigError(
                     f"two parameters have the global name {name!r}; pass a NameMap that "
                     "tells the chunks and stages apart"
                 )
             seen[id(param)] = name
+            other = places.setdefault(param.data_ptr(), name) if param.numel() else name
+            if other != name:
+                raise ConfigError(
+                    f"parameters {other!r} and {name!r} share storage but are two objects; use one "
+                    "nn.Parameter in both places, or give each its own memory"
+                )
             if not param.requires_grad:
-                frozen.append(name)
+                unstepped[name] = _unstepped(name, param, frozen_domain(param))
                 continue
             infos[name] = _info(name, local_name, index, param, id(param) in tables, groups)
             params[name] = param
+        for local_name, buffer in chunk.named_buffers():
+            name = names.to_global(index, local_name)
+            unstepped[name] = _unstepped(name, buffer, buffer_domain(groups))
+    _refuse_twice_tied(infos.values())
     order = sorted(infos, key=natural_key)
     return DescribedModel(
         tuple(infos[n] for n in order),
         {n: params[n] for n in order},
-        tuple(sorted(frozen, key=natural_key)),
+        tuple(unstepped[n] for n in sorted(unstepped, key=natural_key)),
     )
+
+
+def frozen_domain(param: nn.Parameter) -> Domain:
+    """Which ranks hold copies of a parameter that takes no gradient."""
+    tags: Annotation | None = getattr(param, _ANNOTATION, None)
+    is_expert = tags.expert if tags else not getattr(param, "allreduce", True)
+    return "expert" if is_expert else "dense"
+
+
+def buffer_domain(groups: ParallelGroups) -> Domain:
+    """Which ranks surely hold copies of a buffer, which says nothing of itself."""
+    return "expert" if groups.ep.size > 1 else "dense"
+
+
+def _unstepped(
+    name: str, tensor: torch.Tensor, domain: Domain
+) -> tuple[str, Domain, tuple[int, ...], str]:
+    return name, domain, tuple(tensor.shape), str(tensor.dtype)
+
+
+def _refuse_twice_tied(infos: Iterable[ParamInfo]) -> None:
+    """Copies of a tied weight are on different stages; on one rank they are one parameter."""
+    tied: dict[str, str] = {}
+    for info in infos:
+        if info.tied is not None and tied.setdefault(info.tied, info.name) != info.name:
+            raise ConfigError(
+                f"parameters {tied[info.tied]!r} and {info.name!r} of one rank are both tied to "
+                f"{info.tied!r}; use one nn.Parameter in both places"
+            )
 
 
 def has_attribute(param: nn.Parameter, name: str) -> bool:
@@ -224,6 +265,48 @@ def bind_main_grad(param: nn.Parameter, main_grad: torch.Tensor) -> None:
     """Give a parameter its view of the gradient storage, under Megatron's attribute names."""
     param.main_grad = main_grad  # type: ignore[attr-defined]
     param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    param.grad = None
+
+
+def logical_numel(info: ParamInfo, tp_rank: int) -> int:
+    """Leading local elements of a parameter that are not its own padding rows.
+
+    Args:
+        info: the parameter.
+        tp_rank: this rank among those that divide it.
+    """
+    if info.logical_rows is None:
+        return info.numel
+    rows = info.local_shape[0]
+    before = tp_rank * rows if info.tp_dim == 0 else 0
+    kept = min(rows, max(0, info.logical_rows - before))
+    return kept * (info.numel // rows)
+
+
+class Holder:
+    """Who holds a parameter in its buckets; copies and pickles of the parameter hold nothing."""
+
+    __slots__ = ("release",)
+
+    def __init__(self, release: Callable[[], None] | None = None) -> None:
+        self.release = release
+
+    def __deepcopy__(self, memo: object) -> Holder:
+        """A copy of the parameter lies in no bucket."""
+        return Holder()
+
+    def __reduce__(self) -> tuple[type[Holder], tuple[()]]:
+        """Neither does a pickled one."""
+        return Holder, ()
+
+
+def take_hold(params: Iterable[nn.Parameter], holder: Holder) -> None:
+    """Make `holder` the one that holds the parameters; an earlier one is told to let go."""
+    for param in params:
+        before: Holder | None = getattr(param, _HOLDER, None)
+        if before is not None and before is not holder and before.release is not None:
+            before.release()
+        setattr(param, _HOLDER, holder)
 
 
 def take_gradient(param: nn.Parameter) -> torch.Tensor | None:
@@ -324,6 +407,8 @@ def _check_tags(what: str, param: nn.Parameter, tags: Annotation) -> None:
 
 def _contradicting_tags(param: nn.Parameter, tags: Annotation) -> Iterator[str]:
     """What is wrong with the tags by themselves and with the kind of parameter."""
+    if param.is_meta:
+        yield "it is on the meta device; materialise the model before wrapping it"
     if not param.is_floating_point():
         yield f"its dtype is {param.dtype}; only floating-point weights are stepped"
     if tags.embedding and tags.output:

@@ -1,30 +1,115 @@
-"""Parameter groups as torch and Megatron schedulers expect them."""
+"""Parameter groups as torch and Megatron schedulers expect them, and what their settings may be."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
 
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.errors import ConfigError
-from megatron_lw.optimizer.build import Runtime
 from megatron_lw.optimizer.children.base import ParamGroup
-from megatron_lw.optimizer.routing import ParamGroupSpec
+from megatron_lw.optimizer.children.muon import SCALE_MODES
+from megatron_lw.optimizer.routing import ExplicitGroup, ParamGroupSpec
+from megatron_lw.optimizer.runtime import Runtime
+from megatron_lw.overrides import ParamGroupOverride, ParamKey, check_overrides
+
+FINGERPRINT_BITS = 20
 
 
-def make_param_groups(config: OptimizerConfig, runtime: Runtime) -> list[ParamGroup]:
-    """One dictionary for each group of the routing, in its order, empty ones included.
+def make_param_groups(
+    config: OptimizerConfig, runtime: Runtime, before: Sequence[ParamGroup] = ()
+) -> list[ParamGroup]:
+    """One dictionary for each group of the routing, empty ones included, alike on every rank.
 
     Each has `params` and `name`; `lr`, `weight_decay`, `max_lr`, `min_lr`, `wd_mult`, `lr_mult` for
     schedulers; `is_expert_parallel`, `is_decoupled_lr`, `default_config` as Megatron has them; and
     the settings of its child, read at every step.
 
+    Args:
+        config: where settings come from that no override gives.
+        runtime: the routing and the parameters.
+        before: earlier groups: they keep their place and their present settings, also where they
+            have lost their members; new ones follow, in natural order.
+
     Raises:
-        ConfigError: a group has no learning rate.
+        ConfigError: a group has no learning rate, or there is nothing to train on any rank.
     """
-    members: dict[str, list[Any]] = {spec.name: [] for spec in runtime.routing.groups}
+    specs = {spec.name: spec for spec in runtime.routing.groups}
+    if not specs:
+        raise ConfigError("the model has no trainable parameter on any rank")
+    members: dict[str, list[Any]] = {name: [] for name in specs}
     for route in runtime.routing.routes:
         members[route.group.name].append(runtime.model.params[route.info.name])
-    return [_group(config, spec, members[spec.name]) for spec in runtime.routing.groups]
+    kept = [{**group, "params": members.pop(group["name"], [])} for group in before]
+    return kept + [_group(config, specs[name], params) for name, params in members.items()]
+
+
+def explicit_group(
+    param_group: Mapping[str, Any], names: Mapping[int, str], present: Sequence[ExplicitGroup]
+) -> ExplicitGroup:
+    """What a caller of `add_param_group` asks for.
+
+    Args:
+        param_group: `params` (a parameter, a list of them or of (name, parameter) pairs) and settings.
+        names: id of a parameter of the wrapped model -> its global name.
+        present: groups added before.
+
+    Raises:
+        ConfigError: no or unknown parameters, a frozen one, one that is in a group already, or an
+            unknown setting.
+    """
+    settings = {key: value for key, value in param_group.items() if key != "params"}
+    given = param_group.get("params", ())
+    given = [given] if isinstance(given, torch.Tensor) else list(given)
+    params = [entry[1] if isinstance(entry, tuple) else entry for entry in given]
+    if not params:
+        raise ConfigError("add_param_group needs 'params' with at least one parameter")
+    for param in params:
+        if id(param) not in names:
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} is not one of the wrapped model's; "
+                "only those can be stepped"
+            )
+        if not param.requires_grad:
+            raise ConfigError(f"parameter {names[id(param)]!r} is frozen: set requires_grad first")
+    members = tuple(names[id(param)] for param in params)
+    for name in members:
+        if members.count(name) > 1 or any(name in group.params for group in present):
+            raise ConfigError(f"parameter {name!r} would be in two of the added parameter groups")
+    if "lr" in settings and "max_lr" in settings:
+        raise ConfigError("add_param_group got both lr and max_lr, which are one setting; drop one")
+    if "lr" in settings:
+        settings["max_lr"] = settings.pop("lr")
+    check_overrides({ParamKey(name=members): cast(ParamGroupOverride, settings)})
+    return ExplicitGroup(params=members, settings=tuple(sorted(settings.items())))
+
+
+def check_settings(groups: Sequence[ParamGroup]) -> None:
+    """Check what a scheduler or the user may have written, before a step writes anything.
+
+    Raises:
+        ConfigError: naming the group, the setting and its value.
+    """
+    for group in groups:
+        for setting, (allowed, text) in _CHILD_SETTINGS[group["optimizer"]].items():
+            if not allowed(group[setting]):
+                raise ConfigError(
+                    f"parameter group {group['name']!r} has {setting} = {group[setting]!r}; "
+                    f"it must be {text}"
+                )
+
+
+def fingerprint(groups: Sequence[ParamGroup]) -> int:
+    """A number below 2**20 that differs where the settings of a step differ."""
+    values = [
+        (group["name"], [repr(group[name]) for name in _CHILD_SETTINGS[group["optimizer"]]])
+        for group in groups
+    ]
+    return zlib.crc32(repr(values).encode()) >> (32 - FINGERPRINT_BITS)
 
 
 def _group(config: OptimizerConfig, spec: ParamGroupSpec, params: list[Any]) -> ParamGroup:
@@ -59,3 +144,34 @@ def _group(config: OptimizerConfig, spec: ParamGroupSpec, params: list[Any]) -> 
         group["scale_mode"] = config.muon_scale_mode
         group["extra_scale_factor"] = config.muon_extra_scale_factor
     return group
+
+
+def _is_size(value: float) -> bool:
+    return math.isfinite(value) and value >= 0
+
+
+def _is_rate(value: float) -> bool:
+    return 0 <= value < 1
+
+
+def _are_rates(value: tuple[float, float]) -> bool:
+    return len(value) == 2 and all(_is_rate(v) for v in value)
+
+
+_SIZE = (_is_size, "a finite number of at least 0")
+_CHILD_SETTINGS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "adam": {
+        "lr": _SIZE,
+        "weight_decay": _SIZE,
+        "betas": (_are_rates, "two numbers in [0, 1)"),
+        "eps": (lambda value: math.isfinite(value) and value > 0, "a finite number above 0"),
+    },
+    "muon": {
+        "lr": _SIZE,
+        "weight_decay": _SIZE,
+        "momentum": (_is_rate, "a number in [0, 1)"),
+        "nesterov": (lambda value: isinstance(value, bool), "True or False"),
+        "scale_mode": (lambda value: value in SCALE_MODES, f"one of {', '.join(SCALE_MODES)}"),
+        "extra_scale_factor": _SIZE,
+    },
+}

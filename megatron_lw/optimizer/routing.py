@@ -177,7 +177,7 @@ def matrix_view(info: ParamInfo) -> MatrixView | None:
         shape = (shape[0] * shape[1], shape[2])
     elif len(shape) >= 3 and shape[1] == 1:
         return None
-    rows = shape[0] if info.logical_rows is None else info.logical_rows
+    rows = shape[0]
     cols = 1
     for extent in shape[1:]:
         cols *= extent
@@ -216,7 +216,7 @@ def decide_routes(
         model: facts and parameters.
         config: settings.
         overrides: per-parameter settings; `standard_overrides(config)` if None.
-        explicit: groups added by hand; they take precedence over the overrides.
+        explicit: groups added by hand; their settings win over those of the overrides.
 
     Raises:
         ConfigError: two overrides contradict each other, a parameter is in two groups, or a matrix
@@ -227,12 +227,15 @@ def decide_routes(
     by_hand = _explicit_settings(explicit)
     routes: list[Route] = []
     for info in model.infos:
-        if info.name in by_hand:
-            settings = dict(by_hand[info.name])
-        else:
-            settings = dict(_override_of(info, model, overrides))
+        settings = {**_override_of(info, model, overrides), **by_hand.get(info.name, {})}
         view = matrix_view(info)
         child, reason = _choose_child(info, view, config, settings.pop("optimizer", None))
+        if child in MATRIX_CHILDREN and info.logical_rows is not None:
+            raise ConfigError(
+                f"parameter {info.name!r}: logical_rows = {info.logical_rows} of a matrix that Muon "
+                "steps: padding inside a matrix is not supported yet; use_muon=False sends it to "
+                f"{config.muon_scalar_optimizer}"
+            )
         routes.append(
             Route(
                 info=info,
@@ -304,13 +307,13 @@ def _override_of(
 
 def _explicit_settings(
     explicit: Sequence[ExplicitGroup],
-) -> dict[str, tuple[tuple[str, Any], ...]]:
-    settings: dict[str, tuple[tuple[str, Any], ...]] = {}
+) -> dict[str, dict[str, Any]]:
+    settings: dict[str, dict[str, Any]] = {}
     for group in explicit:
         for name in group.params:
             if name in settings:
                 raise ConfigError(f"parameter {name!r} is in two of the added parameter groups")
-            settings[name] = group.settings
+            settings[name] = dict(group.settings)
     return settings
 
 

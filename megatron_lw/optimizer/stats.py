@@ -30,12 +30,14 @@ class GradStats:
     Attributes:
         norm: Euclidean norm over all logical elements; nan or inf if an element is not finite.
         zeros: number of elements that are exactly zero; None if not asked for.
-        nonfinite: "name (rank r)" for parameters with elements that are not finite.
+        nonfinite: parameters with elements that are not finite, and the ranks whose rows hold those.
+        settings_agree: whether all ranks came with the same settings.
     """
 
     norm: float
     zeros: int | None
     nonfinite: tuple[str, ...] = ()
+    settings_agree: bool = True
 
     @property
     def finite(self) -> bool:
@@ -44,20 +46,23 @@ class GradStats:
 
 
 @dataclass(frozen=True, slots=True)
-class CountedRange:
-    """A run of a bucket's row that this rank counts: no padding, no second copy.
+class CountedRun:
+    """A run of a bucket's row that this rank counts: no second copy of anything.
 
     Attributes:
         bucket: the bucket.
         start: first element in the row.
         stop: one past the last.
-        name: the parameter's global name.
+        padding: elements in it that are padding: always zero, so without effect on the norm, and
+            taken off the zero count.
+        slots: name, start and stop of each parameter in it.
     """
 
     bucket: BucketBuffer
     start: int
     stop: int
-    name: str
+    padding: int
+    slots: tuple[tuple[str, int, int], ...]
 
     @property
     def grads(self) -> torch.Tensor:
@@ -65,46 +70,79 @@ class CountedRange:
         return self.bucket.grad_row[self.start : self.stop]
 
 
-def counted_ranges(
-    buckets: Sequence[BucketBuffer], counted: Callable[[str], bool]
-) -> tuple[CountedRange, ...]:
-    """The ranges of this rank's rows that enter the statistics.
+def counted_runs(
+    buckets: Sequence[BucketBuffer], counted: Callable[[str], int]
+) -> tuple[CountedRun, ...]:
+    """The runs of this rank's rows that enter the statistics, as few as possible.
 
     Args:
         buckets: all buckets of this rank.
-        counted: whether this rank counts its part of the parameter of that name; of several copies
-            of one logical parameter exactly one rank may count.
+        counted: how many leading local elements of the parameter of that name this rank counts; of
+            several copies of one logical parameter exactly one rank may count any.
     """
-    ranges: list[CountedRange] = []
+    runs: list[CountedRun] = []
     for bucket in buckets:
+        slots: list[tuple[str, int, int]] = []
         for name, slot in bucket.row_slots():
-            if counted(name):
-                stop = slot.row_start + slot.numel
-                ranges.append(CountedRange(bucket, slot.row_start, stop, name))
-    return tuple(ranges)
+            numel = min(slot.numel, counted(name) - slot.param_start)
+            if numel > 0:
+                slots.append((name, slot.row_start, slot.row_start + numel))
+            if numel < slot.numel:
+                runs += _run(bucket, slots)
+                slots = []
+        runs += _run(bucket, slots)
+    return tuple(runs)
+
+
+def _run(bucket: BucketBuffer, slots: Sequence[tuple[str, int, int]]) -> list[CountedRun]:
+    if not slots:
+        return []
+    start, stop = slots[0][1], slots[-1][2]
+    padding = stop - start - sum(end - begin for _, begin, end in slots)
+    return [CountedRun(bucket, start, stop, padding, tuple(slots))]
 
 
 def measure(
-    ranges: Sequence[CountedRange], group: Group, device: torch.device, *, count_zeros: bool
+    runs: Sequence[CountedRun],
+    group: Group,
+    device: torch.device,
+    *,
+    count_zeros: bool,
+    fingerprint: int = 0,
 ) -> GradStats:
     """Norm and zero count of the reduced gradient over all ranks.
 
     Args:
-        ranges: what this rank counts.
+        runs: what this rank counts.
         group: `groups.grad_stats`.
         device: where the reduction happens.
         count_zeros: whether zeros are asked for.
+        fingerprint: a number below 2**20 that stands for this rank's settings; that it is the same on
+            all ranks is found in the same reduction: only equal numbers have n sum(f^2) = (sum f)^2.
 
-    Collective: one all-reduce of two fp64 numbers over `group`; where the total is not finite or
+    Collective: one all-reduce of four fp64 numbers over `group`; where the total is not finite or
     tiny, one more and, if an element is not finite, one all-gather of names.
     """
-    squares, zeros = _total(ranges, group, device, count_zeros=count_zeros, careful=False)
+    total = torch.zeros(4, dtype=torch.float64, device=device)
+    total[2], total[3] = fingerprint, fingerprint**2
+    for run in runs:
+        grads = run.grads
+        total[0] += sum_of_squares(grads)
+        if count_zeros:
+            total[1] += grads.numel() - run.padding - torch.count_nonzero(grads)
+    all_reduce(total, group, label="gradient statistics")
+    squares, zeros, first, second = total.tolist()
     nonfinite: tuple[str, ...] = ()
     if not (_SMALL_SUM_OF_SQUARES < squares < math.inf):
-        squares, _ = _total(ranges, group, device, count_zeros=False, careful=True)
+        squares = _careful_sum_of_squares(runs, group, device)
         if not math.isfinite(squares):
-            nonfinite = _name_nonfinite(ranges, group)
-    return GradStats(math.sqrt(squares), zeros if count_zeros else None, nonfinite)
+            nonfinite = _name_nonfinite(runs, group)
+    return GradStats(
+        norm=math.sqrt(squares),
+        zeros=int(zeros) if count_zeros else None,
+        nonfinite=nonfinite,
+        settings_agree=group.size * second == first * first,
+    )
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
@@ -134,33 +172,26 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _total(
-    ranges: Sequence[CountedRange],
-    group: Group,
-    device: torch.device,
-    *,
-    count_zeros: bool,
-    careful: bool,
-) -> tuple[float, int]:
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    for part in ranges:
-        grads = part.grads
-        if careful:
-            total[0] += torch.linalg.vector_norm(grads, dtype=torch.float64).square_()
-        else:
-            total[0] += sum_of_squares(grads)
-        if count_zeros:
-            total[1] += grads.numel() - torch.count_nonzero(grads)
-    all_reduce(total, group)
-    squares, zeros = total.tolist()
-    return squares, int(zeros)
+def _careful_sum_of_squares(
+    runs: Sequence[CountedRun], group: Group, device: torch.device
+) -> float:
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for run in runs:
+        total += torch.linalg.vector_norm(run.grads, dtype=torch.float64).square_()
+    all_reduce(total, group, label="gradient statistics in fp64")
+    return float(total)
 
 
-def _name_nonfinite(ranges: Sequence[CountedRange], group: Group) -> tuple[str, ...]:
-    mine = [part.name for part in ranges if not torch.isfinite(part.grads).all()]
+def _name_nonfinite(runs: Sequence[CountedRun], group: Group) -> tuple[str, ...]:
+    mine = [
+        name
+        for run in runs
+        for name, start, stop in run.slots
+        if not torch.isfinite(run.bucket.grad_row[start:stop]).all()
+    ]
     found = all_gather_objects(list(dict.fromkeys(mine)), group)
     return tuple(
-        f"{name} (rank {rank})"
+        f"{name} (in the row of rank {rank})"
         for rank, names in zip(group.ranks, found, strict=True)
         for name in names
     )

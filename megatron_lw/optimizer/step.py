@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from megatron_lw.config import OptimizerConfig
+from megatron_lw.distributed.buffers import GradState
+from megatron_lw.distributed.collectives import agree_on_failure, attempt
 from megatron_lw.distributed.ddp import DistributedDataParallel
-from megatron_lw.distributed.collectives import agree_on_failure
 from megatron_lw.distributed.finalize import finalize_model_grads
-from megatron_lw.errors import CommunicationError, ConfigError, NonFiniteError, StateError
+from megatron_lw.errors import (
+    CommunicationError,
+    ConfigError,
+    NonFiniteError,
+    PlanMismatchError,
+    StateError,
+)
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer import stats
-from megatron_lw.optimizer.build import Runtime
-from megatron_lw.optimizer.param_groups import make_param_groups
+from megatron_lw.optimizer.param_groups import (
+    check_settings,
+    explicit_group,
+    fingerprint,
+    make_param_groups,
+)
 from megatron_lw.optimizer.routing import ExplicitGroup
+from megatron_lw.optimizer.runtime import Runtime
 from megatron_lw.optimizer.timings import Stopwatch
-from megatron_lw.overrides import ParamGroupOverride, ParamKey, check_overrides
 
 Rebuild = Callable[[Sequence[ExplicitGroup]], Runtime]
 StepResult = tuple[bool, float | None, int | None]
@@ -86,23 +97,24 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ConfigError("step(closure) is not supported: compute gradients before step()")
         self._require_working()
-        runtime, watch = self._runtime, self._watch
-        watch.reset()
-        with watch.stage("reduce"), self._breaking("reduce"):
+        runtime = self._runtime
+        self._watch.reset()
+        check_settings(self.param_groups)
+        with self._stage("reduce"):
             finalize_model_grads(self.model_chunks, pg_collection=self.groups)
-        with watch.stage("stats"), self._breaking("stats"):
+        with self._stage("stats"):
             measured = self._measure()
             for bucket in runtime.buckets:
                 bucket.spend()
         if not self._accept(measured):
             return False, measured.norm if measured.finite else None, measured.zeros
         self._stepped = True
-        with watch.stage("clip"):
+        with self._stage("clip"):
             self._scale_gradients(measured.norm)
         failure = self._step_children()
-        with watch.stage("agree"), self._breaking("agree"):
+        with self._stage("agree"):
             self._agree_on(failure)
-        with watch.stage("publish"), self._breaking("publish"):
+        with self._stage("publish"):
             for chunk in self.model_chunks:
                 chunk.publish()
         return True, measured.norm, measured.zeros
@@ -151,15 +163,10 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         if not self._built:
             super().add_param_group(param_group)
             return
-        if self._stepped:
-            raise StateError(
-                "add_param_group after the first step: the plan is frozen by then; add groups "
-                "before it, or build the optimizer anew"
-            )
-        added = self._explicit_group(param_group)
+        added = attempt(lambda: self._explicit_group(param_group), self.groups.world)
         self._runtime = self._rebuild([*self._explicit, added])
         self._explicit.append(added)
-        self.param_groups[:] = make_param_groups(self.config, self._runtime)
+        self.param_groups[:] = make_param_groups(self.config, self._runtime, self.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: the state lies in rows on all ranks, not in one dictionary."""
@@ -175,10 +182,16 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             self.groups.grad_stats,
             self._runtime.device,
             count_zeros=self.config.log_num_zeros_in_grad,
+            fingerprint=fingerprint(self.param_groups),
         )
 
     def _accept(self, measured: stats.GradStats) -> bool:
         """Whether to update; the same answer on every rank, as the statistics are the same."""
+        if not measured.settings_agree:
+            raise PlanMismatchError(
+                "ranks came to step() with different settings in param_groups (lr, weight_decay "
+                "and the like); nothing was updated. Drive them by the same schedule on every rank"
+            )
         if not measured.finite:
             if self.config.on_nonfinite == "raise":
                 raise NonFiniteError(
@@ -203,54 +216,75 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             with self._watch.stage(child.name):
                 try:
                     child.step(groups)
-                except CommunicationError as error:
-                    self._broken = f"stage {child.name!r} failed: {error}"
+                except StateError as error:
+                    failure = failure or StateError(f"stage {child.name!r}, {error}")
+                except BaseException as error:
+                    self._break(f"stage {child.name!r}: {type(error).__name__}: {error}")
                     raise
-                except Exception as error:
-                    failure = failure or StateError(f"stage {child.name!r} failed: {error}")
         return failure
 
     def _agree_on(self, failure: Exception | None) -> None:
         """A child that failed on one rank stops every rank, before anything is published."""
         found = agree_on_failure(failure, self.groups.control)
         if found is not None:
-            self._broken = found
+            self._break(found)
             raise StateError(f"the step failed half-way: {found}; {_REMEDY}") from failure
 
     def _explicit_group(self, param_group: Mapping[str, Any]) -> ExplicitGroup:
+        if self._stepped:
+            raise StateError(
+                "add_param_group after the first step: the plan is frozen by then; add groups "
+                "before it, or build the optimizer anew"
+            )
+        if any(b.grad_state is not GradState.EMPTY for b in self._runtime.buckets):
+            raise StateError("add_param_group would lose gradients; call zero_grad() before it")
         names = {
             id(param): name
             for number, chunk in enumerate(self.model_chunks)
             for name, param in chunk.named_global_parameters(number)
         }
-        given = param_group["params"]
-        params = [given] if isinstance(given, torch.Tensor) else list(given)
-        unknown = [tuple(p.shape) for p in params if id(p) not in names]
-        if unknown:
-            raise ConfigError(
-                f"a parameter of shape {unknown[0]} is not one of the wrapped model's; "
-                "only those can be stepped"
-            )
-        frozen = [names[id(p)] for p in params if not p.requires_grad]
-        if frozen:
-            raise ConfigError(f"parameter {frozen[0]!r} is frozen: set requires_grad first")
-        members = tuple(names[id(p)] for p in params)
-        settings = {("max_lr" if k == "lr" else k): v for k, v in param_group.items()}
-        del settings["params"]
-        check_overrides({ParamKey(name=members): cast(ParamGroupOverride, settings)})
-        return ExplicitGroup(params=members, settings=tuple(sorted(settings.items())))
+        return explicit_group(param_group, names, self._explicit)
 
     @contextmanager
-    def _breaking(self, stage: str) -> Iterator[None]:
-        """After a failed collective the ranks are apart: no further step then."""
-        try:
-            yield
-        except CommunicationError as error:
-            self._broken = f"stage {stage!r} failed: {error}"
-            raise
+    def _stage(self, name: str) -> Iterator[None]:
+        """Measure a stage. After a failed collective the ranks are apart: no further step then."""
+        with self._watch.stage(name):
+            try:
+                yield
+            except CommunicationError as error:
+                self._break(f"stage {name!r}: {error}")
+                raise
+
+    def _break(self, reason: str) -> None:
+        self._broken = reason
+        for chunk in self.model_chunks:
+            chunk.broken = reason
 
     def _require_working(self) -> None:
+        """Check, before any collective, that this optimizer holds the model and can step.
+
+        Raises:
+            StateError: a step failed half-way, another optimizer or wrapper has taken the model, or
+                the model was changed under it.
+        """
         if self._broken is not None:
             raise StateError(
                 f"the optimizer is broken since a step failed half-way: {self._broken}; {_REMEDY}"
             )
+        held = [bucket for chunk in self.model_chunks for bucket in chunk.buckets]
+        if set(held) != set(self._runtime.buckets):
+            raise StateError(
+                "the model was wrapped again, or another optimizer was built for it: only the "
+                "newest can step"
+            )
+        for chunk in self.model_chunks:
+            chunk.check_bindings()
+            chunk.refresh_masters()
+
+    def __deepcopy__(self, memo: object) -> LayerWiseDistributedOptimizer:
+        """Refused: a copy would step the same storage."""
+        raise StateError("copy.deepcopy of the optimizer: build another for a copy of the model")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refused: state lies in rows on all ranks."""
+        raise StateError("pickling the optimizer: save sharded checkpoints")

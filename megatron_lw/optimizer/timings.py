@@ -19,7 +19,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = {}
-        self._events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def reset(self) -> None:
         """Forget the last step."""
@@ -28,13 +28,13 @@ class Stopwatch:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure one stage; several under one name in a step add up on CPU."""
+        """Measure one stage; several under one name in a step add up."""
         if self._cuda:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             yield
             stop.record()
-            self._events[name] = (start, stop)
+            self._events.append((name, start, stop))
             return
         begun = time.perf_counter()
         yield
@@ -43,7 +43,9 @@ class Stopwatch:
     def timings(self) -> dict[str, float]:
         """Stage -> seconds, in the order in which the stages ran. On CUDA waits for them to end."""
         if self._cuda:
-            for name, (start, stop) in self._events.items():
+            for name, start, stop in self._events:
                 stop.synchronize()
-                self._seconds[name] = start.elapsed_time(stop) / 1e3
+                seconds = start.elapsed_time(stop) / 1e3
+                self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            self._events.clear()
         return dict(self._seconds)

@@ -23,7 +23,7 @@ class Wild(nn.Module):
         dtype = torch.bfloat16
         self.stem = nn.Linear(16, 16, dtype=dtype)
         self.blocks = nn.ModuleList(nn.Linear(16, 16, dtype=dtype) for _ in range(4))
-        self.unused = nn.Linear(16, 16, dtype=dtype)
+        self.unused = nn.Linear(64, 64, dtype=dtype)
         self.loose = nn.ParameterDict({"w": nn.Parameter(torch.randn(16, 16, dtype=dtype) * 0.1)})
         self.borrowed = nn.Linear(16, 16, dtype=dtype)
         self.root_scale = nn.Parameter(torch.ones(16, dtype=dtype))
@@ -110,7 +110,7 @@ def test_recomputed_activations():
 def gather_events():
     """What is outstanding when each block of the forward after a step begins."""
     groups = megatron_lw.ParallelGroups.create()
-    config = megatron_lw.DDPConfig(bucket_size=300, overlap_param_gather=True)
+    config = megatron_lw.DDPConfig(bucket_size=200, overlap_param_gather=True)
     ddp = megatron_lw.DistributedDataParallel(Wild(), groups, config)
     optimizer = megatron_lw.get_megatron_optimizer(megatron_lw.OptimizerConfig(**CONFIG), [ddp])
     x = torch.randn(8, 16).bfloat16()

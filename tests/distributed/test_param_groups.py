@@ -132,7 +132,7 @@ def test_add_param_group_replans_before_the_first_step_and_is_refused_after():
         assert "learning" in messages["unknown setting"]
         assert "emb_weight" in messages["twice"] and "two" in messages["twice"]
         assert messages["late"].startswith("StateError") and "first step" in messages["late"]
-        assert "adam/dense/max_lr=0.1/wd_mult=0.0" in names
+        assert names[-1] == "adam/dense/max_lr=0.1/wd_mult=0.0", "a new group follows the others"
         assert moved == pytest.approx(0.1, rel=1e-3), "Adam's first step has the size of lr"
 
 

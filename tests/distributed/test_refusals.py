@@ -91,14 +91,13 @@ def test_sizes_that_do_not_divide_the_world(name):
     expect_failure_on_all(divide_by, 3, ConfigError, "not divisible", name, 2)
 
 
-def not_yet(name):
-    groups = megatron_lw.ParallelGroups.create(**{name: 2})
+def without_name_map():
+    groups = megatron_lw.ParallelGroups.create(pipeline=2)
     build(SHAPES, MUON, groups=groups)
 
 
-@pytest.mark.parametrize("name", ["tensor", "pipeline", "expert"])
-def test_parallelism_that_is_not_there_yet_is_refused_by_name(name):
-    expect_failure_on_all(not_yet, 2, ConfigError, "docs/limits.md", name)
+def test_two_stages_with_the_same_names_need_a_name_map():
+    expect_failure_on_all(without_name_map, 2, ConfigError, "'a_weight' is used on two pipeline")
 
 
 def test_bf16_weights_need_the_flag():

@@ -58,6 +58,7 @@ def adopted():
 def test_groups_from_torch_fill_in_what_follows_and_refuse_what_is_missing():
     for sizes, problems in run_ranks(adopted, 2):
         together = {"world", "dp", "expert_dp", "tp_dp", "expert_tp_dp", "grad_stats", "replicas"}
+        together.add("control")
         assert {name for name, size in sizes.items() if size == 2} == together
         assert "'dp' is missing" in problems[0]
         assert "'world' is missing" in problems[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -12,6 +12,7 @@ from megatron_lw.optimizer.children.base import ParamGroup
 from megatron_lw.optimizer.children.matrix import MatrixChild, Shape
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+SCALE_MODES: tuple[ScaleMode, ...] = get_args(ScaleMode)
 
 
 def scale_factor(rows: int, columns: int, mode: ScaleMode) -> float:
