@@ -46,6 +46,12 @@ def start() -> tuple[megatron_lw.ParallelGroups, torch.device]:
     return megatron_lw.ParallelGroups.create(), device
 
 
+def leave() -> None:
+    """End what `start` began; a process that ends with its groups still open may abort."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """What is trained on what.
@@ -117,6 +123,7 @@ def prepare_on_all(
     try:
         collectives.agree_or_raise(problem, groups.world)
     except (OSError, ValueError) as error:
+        leave()
         give_up(str(error))
     return cast(Run, run)
 
@@ -251,8 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
                     held_out=measured,
                 )
             )
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
     return finish(args, reporter, clock, run.entropy) if reporter.enabled else 0
 
 
