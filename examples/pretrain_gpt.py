@@ -128,6 +128,23 @@ def prepare_on_all(
     return cast(Run, run)
 
 
+def optimizer_config(args: argparse.Namespace) -> megatron_lw.OptimizerConfig:
+    """Settings under Megatron's names; with 0.2 x spectral scale Muon and Adam share one rate."""
+    return megatron_lw.OptimizerConfig(
+        optimizer=args.optimizer,
+        lr=args.lr,
+        min_lr=0.0,
+        weight_decay=args.weight_decay,
+        bf16=args.dtype == "bf16",
+        clip_grad=1.0,
+        adam_beta2=0.95,
+        muon_momentum=0.95,
+        muon_nesterov=True,
+        muon_scale_mode="spectral",
+        muon_extra_scale_factor=0.2,
+    )
+
+
 def learning_rate_share(step: int, steps: int, warmup: float) -> float:
     """Position between a group's `min_lr` (0) and `max_lr` (1) at a step: warm-up, then cosine."""
     rising = max(1, round(warmup * steps))
@@ -213,20 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not args.tied:
         megatron_lw.annotate(run.model.head.weight, output=True)
     ddp = megatron_lw.DistributedDataParallel(run.model, groups, megatron_lw.DDPConfig())
-    config = megatron_lw.OptimizerConfig(
-        optimizer=args.optimizer,
-        lr=args.lr,
-        min_lr=0.0,
-        weight_decay=args.weight_decay,
-        bf16=args.dtype == "bf16",
-        clip_grad=1.0,
-        adam_beta2=0.95,
-        muon_momentum=0.95,
-        muon_nesterov=True,
-        muon_scale_mode="spectral",
-        muon_extra_scale_factor=0.2,
+    optimizer = megatron_lw.get_megatron_optimizer(
+        optimizer_config(args), [ddp], pg_collection=groups
     )
-    optimizer = megatron_lw.get_megatron_optimizer(config, [ddp], pg_collection=groups)
 
     reporter = Reporter(args.steps, enabled=groups.world.rank == 0, log_every=args.log_every)
     reporter.say(optimizer.routing_report())
