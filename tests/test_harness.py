@@ -223,7 +223,7 @@ def test_shutdown_lets_idle_workers_return() -> None:
     assert pool.pids == []
 
 
-def test_workers_end_with_a_parent_that_is_killed() -> None:
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
         "from tests.harness import run_ranks\n"
@@ -235,6 +235,7 @@ def test_workers_end_with_a_parent_that_is_killed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed parent cannot remove its folder
         stdout=subprocess.PIPE,
         text=True,
         check=False,
