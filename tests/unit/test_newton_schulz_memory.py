@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer.children.coefficients import resolve_coefficients
 from megatron_lw.optimizer.children.newton_schulz import BATCH_BELOW, NewtonSchulz
-from megatron_lw.optimizer.children.ns_workspace import max_batch, workspace_numel
+from megatron_lw.optimizer.children.ns_workspace import carve, max_batch, workspace_numel
 from tests.unit.orthogonal import DTYPES, HALF, newton_schulz, oracle, relative_error
 
 
@@ -105,6 +105,14 @@ def test_no_allocation_of_the_size_of_the_input(shape: tuple[int, ...]) -> None:
     nbytes = out.numel() * out.element_size()
     assert largest(lambda: engine(x)) >= nbytes
     assert largest(lambda: engine(x, out=out, workspace=workspace)) < nbytes / 4
+
+
+def test_the_parts_of_a_workspace_start_on_cache_lines() -> None:
+    """Exact: MKL sums in another order where an operand does not."""
+    for shape in ((3, 5), (7, 33, 9), (64, 64)):
+        parts = carve(None, shape, torch.float32, torch.device("cpu"))
+        for part in (*parts.wide, parts.gram, parts.update):
+            assert part.storage_offset() * part.element_size() % 64 == 0
 
 
 def test_a_gradient_is_not_tracked() -> None:
