@@ -150,15 +150,16 @@ class GPT(nn.Module):
 
         Muon's update has the same size in every direction whatever the weight is, so a block starts
         as the identity (its output projections are zero) and the first updates set their scale. A
-        layer that reads the stream has variance 1 / fan-in. Norm gains are one.
+        layer that reads the stream has variance 1 / fan-in. Norm gains are one. The embedding is
+        small enough for Adam to move it, and smaller yet where it is the output layer too.
         """
         for block in self.blocks:
             for layer in (block.attention.qkv, block.mlp.gate_up):
                 nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
             for layer in (block.attention.output, block.mlp.down):
                 nn.init.zeros_(layer.weight)
+        nn.init.normal_(self.embedding.weight, std=0.2)
         nn.init.normal_(self.head.weight, std=0.02)
-        nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of `targets` after `tokens`.

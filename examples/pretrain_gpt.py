@@ -1,7 +1,7 @@
 """Pretrain a small GPT with Muon and Adam over data-parallel ranks.
 
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py
-    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --tensor-parallel 2 --data mine.txt
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --data mine.txt --steps 1000
     python examples/pretrain_gpt.py --steps 20                    # one rank, no torchrun
 
 Runs on GPUs with NCCL where there are any, else on CPU with gloo. The text is the source of
@@ -16,8 +16,8 @@ import math
 import os
 import sys
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,135 +29,120 @@ from gpt import GPT, GPTConfig
 from megatron_lw.distributed import collectives
 from megatron_lw.distributed.group import Group
 from report import Clock, Reporter, StepRecord, time_table, write_csv, write_curve
-from tensor_parallel import divide
+from settings import DTYPES, check_arguments, give_up, make_parser
 
-DEFAULT_STEPS = 200
-DEFAULT_TARGET = 0.85
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Batches = list[tuple[Tensor, Tensor]]
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, from one rank."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message on rank 0 and exit with status 2."""
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"{self.prog}: error: {message}\n")
-        raise SystemExit(2)
-
-
-def make_parser() -> Parser:
-    """The command line."""
-    parser = Parser(
-        prog="pretrain_gpt.py",
-        description="Pretrain a small GPT over bytes; the top of this file says more.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--data", type=Path, nargs="+", default=[], metavar="FILE", help="your own text")
-    add("--steps", type=int, default=DEFAULT_STEPS)
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, default=Path("out"), help="folder for the CSV file and the curve")
-    add(
-        "--target",
-        type=float,
-        help="fail if the held-out loss is above this x unigram entropy; "
-        f"{DEFAULT_TARGET} where text and steps are the default",
-    )
-    add("--tensor-parallel", type=int, default=1, help="ranks that share each matrix")
-    model = parser.add_argument_group("model").add_argument
-    model("--layers", type=int, default=4)
-    model("--width", type=int, default=128)
-    model("--heads", type=int, default=4)
-    model("--sequence", type=int, default=256, help="bytes in a sequence")
-    model("--tied", action="store_true", help="one weight for the embedding and the output layer")
-    model(
-        "--dtype",
-        choices=("auto", *DTYPES),
-        default="auto",
-        help="of the weights (masters are fp32); auto: bf16 on hardware that computes in it",
-    )
-    batch = parser.add_argument_group("batch").add_argument
-    batch("--global-batch", type=int, default=24, help="sequences in a step, over all ranks")
-    batch("--micro-batches", type=int, default=2, help="forwards of a rank in a step")
-    optim = parser.add_argument_group("optimizer").add_argument
-    optim("--optimizer", choices=("muon", "adam"), default="muon", help="for the matrices")
-    optim("--lr", type=float, default=6e-3)
-    optim("--weight-decay", type=float, default=0.1)
-    optim("--warmup", type=float, default=0.05, help="share of the steps with a rising rate")
-    show = parser.add_argument_group("progress").add_argument
-    show("--log-every", type=int, default=20, help="steps between lines where there is no terminal")
-    show("--eval-every", type=int, default=50, help="steps between held-out losses")
-    show("--eval-windows", type=int, default=128, help="held-out sequences in a measurement")
-    return parser
-
-
-def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse numbers out of range, and set what depends on other arguments.
-
-    Raises:
-        ValueError: naming the flag.
-    """
-    for name in ("steps", "log_every", "eval_every", "eval_windows"):
-        if vars(args)[name] < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {vars(args)[name]}: must be at least 1")
-    if not 0 <= args.seed < 2**31:
-        raise ValueError(f"--seed {args.seed}: must be in 0 ... 2^31 - 1")
-    if not 0 <= args.warmup <= 1:
-        raise ValueError(f"--warmup {args.warmup}: must be a share, 0 ... 1")
-    if args.dtype == "auto":
-        args.dtype = "bf16" if has_bf16_arithmetic() else "fp32"
-    if args.target is None and args.steps == DEFAULT_STEPS and not args.data:
-        args.target = DEFAULT_TARGET
-
-
-def has_bf16_arithmetic() -> bool:
-    """Whether bf16 is fast here: in software it is ten times slower than fp32."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    probe = vars(torch.cpu).get("get_capabilities", dict)  # older releases of torch cannot tell
-    capabilities = probe()
-    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
-
-
-def start(tensor_parallel: int) -> tuple[megatron_lw.ParallelGroups, torch.device]:
-    """Join the ranks that torchrun started, or be the only one, on this rank's device."""
+def start() -> tuple[megatron_lw.ParallelGroups, torch.device]:
+    """Join the ranks that torchrun started, or be the only one; all are data parallel."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        return megatron_lw.ParallelGroups.create(tensor=tensor_parallel), device
-    if tensor_parallel > 1:
-        raise ValueError(f"--tensor-parallel {tensor_parallel} needs more ranks: use torchrun")
-    return megatron_lw.ParallelGroups.single(), device
+    if "RANK" not in os.environ:
+        return megatron_lw.ParallelGroups.single(), device
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return megatron_lw.ParallelGroups.create(), device
 
 
-def make_model(
-    args: argparse.Namespace, groups: megatron_lw.ParallelGroups, device: torch.device
-) -> GPT:
-    """The same model on every rank, and what the optimizer has to know about its parameters."""
-    torch.manual_seed(args.seed)
-    model = GPT(
-        GPTConfig(
-            layers=args.layers,
-            width=args.width,
-            heads=args.heads,
-            sequence=args.sequence,
-            tied=args.tied,
-            dtype=DTYPES[args.dtype],
-        )
+def leave() -> None:
+    """End what `start` began; a process that ends with its groups still open may abort."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is trained on what.
+
+    Attributes:
+        model: the same on every rank.
+        source: draws this rank's batches.
+        held_out: this rank's part of the held-out windows.
+        entropy: unigram entropy of the held-out text, nats a byte.
+        text: the text in words.
+    """
+
+    model: GPT
+    source: BatchSource
+    held_out: Batches
+    entropy: float
+    text: str
+
+
+def prepare(args: argparse.Namespace, group: Group, device: torch.device) -> Run:
+    """Read the text and make the model, for this rank of the data-parallel group.
+
+    Raises:
+        OSError: the folder for the results cannot be made.
+        ValueError: a number or a file on the command line cannot be used.
+    """
+    check_arguments(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    corpus = load_corpus(args.data, args.sequence)
+    entropy = unigram_entropy(corpus.held_out)
+    source = BatchSource(
+        text=corpus.train.to(device),
+        global_batch=args.global_batch,
+        micro_batches=args.micro_batches,
+        sequence=args.sequence,
+        rank=group.rank,
+        ranks=group.size,
+        seed=args.seed,
     )
-    megatron_lw.annotate(model.embedding.weight, embedding=True)
-    if not args.tied:
-        megatron_lw.annotate(model.head.weight, output=True)
-    for block in model.blocks:  # fused matrices, which Muon takes one by one
-        megatron_lw.annotate(block.attention.qkv.weight, blocks=(args.width,) * 3)
-        megatron_lw.annotate(block.mlp.gate_up.weight, blocks=(3 * args.width,) * 2)
-    divide(model, groups.tp)
-    return model.to(device)
+    config = GPTConfig(
+        layers=args.layers,
+        width=args.width,
+        heads=args.heads,
+        sequence=args.sequence,
+        tied=args.tied,
+        dtype=DTYPES[args.dtype],
+    )
+    torch.manual_seed(args.seed)
+    return Run(
+        model=GPT(config).to(device),
+        source=source,
+        held_out=source.held_out(corpus.held_out.to(device), args.eval_windows),
+        entropy=entropy,
+        text=f"{corpus.source}: {corpus.train.numel():,} bytes to train on, "
+        f"{corpus.held_out.numel():,} held out with a unigram entropy of {entropy:.4f} nats a byte",
+    )
+
+
+def prepare_on_all(
+    args: argparse.Namespace, groups: megatron_lw.ParallelGroups, device: torch.device
+) -> Run:
+    """`prepare`; what is wrong on any rank ends the run on all of them, with one line."""
+    run: Run | None = None
+    problem: Exception | None = None
+    try:
+        run = prepare(args, groups.dp, device)
+    except (OSError, ValueError) as error:
+        problem = error
+    try:
+        collectives.agree_or_raise(problem, groups.world)
+    except (OSError, ValueError) as error:
+        leave()
+        give_up(str(error))
+    return cast(Run, run)
+
+
+def optimizer_config(args: argparse.Namespace) -> megatron_lw.OptimizerConfig:
+    """Settings under Megatron's names; with 0.2 x spectral scale Muon and Adam share one rate."""
+    return megatron_lw.OptimizerConfig(
+        optimizer=args.optimizer,
+        lr=args.lr,
+        min_lr=0.0,
+        weight_decay=args.weight_decay,
+        bf16=args.dtype == "bf16",
+        clip_grad=1.0,
+        adam_beta2=0.95,
+        muon_momentum=0.95,
+        muon_nesterov=True,
+        muon_scale_mode="spectral",
+        muon_extra_scale_factor=0.2,
+    )
 
 
 def learning_rate_share(step: int, steps: int, warmup: float) -> float:
@@ -195,8 +180,9 @@ def train_step(
         losses.append(loss.detach())
     with clock.stage("optimizer"):
         _, grad_norm, _ = optimizer.step()
-    clock.split("optimizer", optimizer.timings())
-    return torch.stack(losses).mean(), grad_norm
+        timings = optimizer.timings()
+    clock.split("optimizer", timings)
+    return torch.stack(losses).mean(), math.nan if grad_norm is None else grad_norm
 
 
 @torch.no_grad()
@@ -218,17 +204,16 @@ def mean_over(value: Tensor, group: Group) -> float:
 def finish(args: argparse.Namespace, reporter: Reporter, clock: Clock, entropy: float) -> int:
     """Write the files, print the results, and hold the held-out loss against the target."""
     reporter.say(time_table(clock, args.steps))
-    if reporter.enabled:
-        write_csv(args.out / "loss.csv", reporter.records)
-        drawn = write_curve(args.out / "loss.png", reporter.records, entropy)
-        files = "loss.csv and loss.png" if drawn else "loss.csv (no curve: matplotlib is missing)"
-        reporter.say(f"wrote {files} in {args.out}")
-    held_out = reporter.records[-1].held_out
+    write_csv(args.out / "loss.csv", reporter.records)
+    drawn = write_curve(args.out / "loss.png", reporter.records, entropy)
+    files = "loss.csv and loss.png" if drawn else "loss.csv (no curve: matplotlib is missing)"
+    reporter.say(f"wrote {files} in {args.out}")
+    held_out = cast(float, reporter.records[-1].held_out)  # measured after the last step, always
     reporter.say(
         f"held-out loss {held_out:.4f} = {held_out / entropy:.3f} x the held-out text's unigram "
         f"entropy {entropy:.4f} nats a byte"
     )
-    if args.target is not None and held_out > args.target * entropy:
+    if args.target is not None and not held_out <= args.target * entropy:
         reporter.say(f"FAILED: the held-out loss is above {args.target} x unigram entropy")
         return 1
     return 0
@@ -236,54 +221,23 @@ def finish(args: argparse.Namespace, reporter: Reporter, clock: Clock, entropy: 
 
 def main(arguments: list[str] | None = None) -> int:
     """Train, measure, report; return the exit status."""
-    parser = make_parser()
-    args = parser.parse_args(arguments)
-    try:
-        check_arguments(args)
-        args.out.mkdir(parents=True, exist_ok=True)
-        groups, device = start(args.tensor_parallel)
-        corpus = load_corpus(args.data, args.sequence)
-        source = BatchSource(
-            text=corpus.train.to(device),
-            global_batch=args.global_batch,
-            micro_batches=args.micro_batches,
-            sequence=args.sequence,
-            rank=groups.dp.rank,
-            ranks=groups.dp.size,
-            seed=args.seed,
-        )
-        held_out = source.held_out(corpus.held_out.to(device), args.eval_windows)
-        model = make_model(args, groups, device)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    args = make_parser().parse_args(arguments)
+    groups, device = start()
+    run = prepare_on_all(args, groups, device)
 
-    ddp = megatron_lw.DistributedDataParallel(model, groups, megatron_lw.DDPConfig())
-    config = megatron_lw.OptimizerConfig(
-        optimizer=args.optimizer,
-        lr=args.lr,
-        min_lr=0.0,
-        weight_decay=args.weight_decay,
-        bf16=args.dtype == "bf16",
-        clip_grad=1.0,
-        adam_beta2=0.95,
-        muon_momentum=0.95,
-        muon_nesterov=True,
-        muon_scale_mode="spectral",
-        muon_extra_scale_factor=0.2,
+    # What shapes do not tell: these two are tables and no matrices, so they go to Adam.
+    megatron_lw.annotate(run.model.embedding.weight, embedding=True)
+    if not args.tied:
+        megatron_lw.annotate(run.model.head.weight, output=True)
+    ddp = megatron_lw.DistributedDataParallel(run.model, groups, megatron_lw.DDPConfig())
+    optimizer = megatron_lw.get_megatron_optimizer(
+        optimizer_config(args), [ddp], pg_collection=groups
     )
-    optimizer = megatron_lw.get_megatron_optimizer(config, [ddp], pg_collection=groups)
 
     reporter = Reporter(args.steps, enabled=groups.world.rank == 0, log_every=args.log_every)
-    entropy = unigram_entropy(corpus.held_out)
     reporter.say(optimizer.routing_report())
-    reporter.say(
-        f"{groups.dp.size} data-parallel x {groups.tp.size} tensor-parallel ranks, {args.dtype} "
-        f"weights, {sum(p.numel() for p in model.parameters()):,} on this rank"
-    )
-    reporter.say(
-        f"{corpus.source}: {corpus.train.numel():,} bytes to train on, "
-        f"{corpus.held_out.numel():,} held out with a unigram entropy of {entropy:.4f} nats a byte"
-    )
+    reporter.say(f"{args.dtype} weights, {groups.dp.size} data-parallel ranks on {device.type}")
+    reporter.say(run.text)
     clock = Clock()
     with reporter:
         for step in range(args.steps):
@@ -291,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
             share = learning_rate_share(step, args.steps, args.warmup)
             lr = set_learning_rate(optimizer.param_groups, share)
             with clock.stage("data"):
-                batches = source.step(step)
+                batches = run.source.step(step)
             loss, grad_norm = train_step(ddp, optimizer, batches, clock)
             with clock.stage("mean loss over the ranks"):
                 mean = mean_over(loss, groups.dp)
@@ -299,7 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
             measured = None
             if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
                 with clock.stage("held-out loss"):
-                    measured = held_out_loss(ddp, held_out, groups.dp)
+                    measured = held_out_loss(ddp, run.held_out, groups.dp)
             reporter.step(
                 StepRecord(
                     step=step + 1,
@@ -310,7 +264,8 @@ def main(arguments: list[str] | None = None) -> int:
                     held_out=measured,
                 )
             )
-    return finish(args, reporter, clock, entropy)
+    leave()
+    return finish(args, reporter, clock, run.entropy) if reporter.enabled else 0
 
 
 if __name__ == "__main__":

@@ -39,18 +39,6 @@ def fail_on(rank: int, then: str) -> None:
         wait_for_ever()
 
 
-def fail_in_turn() -> None:
-    """Rank 1 raises by itself, the others once its sockets close: rank 0 an error of its own."""
-    if dist.get_rank() == 1:
-        raise KeyError("the first")
-    try:
-        dist.barrier()
-    except RuntimeError as error:
-        if dist.get_rank() == 0:
-            raise KeyError("the second") from error
-        raise
-
-
 def wait_for_ever() -> None:
     threading.Event().wait()
 

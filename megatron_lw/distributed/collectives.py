@@ -171,6 +171,41 @@ def all_gather_rows(
         return Handle(_all_gather(buffer, row, group=group.handle, async_op=async_op), what)
 
 
+def all_gather(output: torch.Tensor, row: torch.Tensor, group: Group) -> None:
+    """Collect each rank's row, in group order.
+
+    Args:
+        output: [group.size * row_numel], contiguous, written.
+        row: any dtype that the backend knows (uint8 is one), [row_numel], contiguous.
+        group: the ranks that gather.
+
+    Collective: all-gather over `group`.
+    """
+    group.traffic.add("all_gather", (group.size - 1) * row.numel() * row.element_size())
+    if group.handle is None:
+        output.copy_(row)
+    else:
+        _all_gather(output, row, group=group.handle)
+
+
+def reduce_scatter(output: torch.Tensor, buffer: torch.Tensor, group: Group) -> None:
+    """Sum a buffer of `group.size` equal rows over the ranks and keep row `group.rank`.
+
+    Args:
+        output: [row_numel], contiguous, written.
+        buffer: same dtype, [group.size * row_numel], contiguous; left as it is.
+        group: the ranks that reduce.
+
+    Collective: reduce-scatter (sum) over `group`.
+    """
+    nbytes = (buffer.numel() - output.numel()) * buffer.element_size()
+    group.traffic.add("reduce_scatter", nbytes)
+    if group.handle is None:
+        output.copy_(buffer)
+    else:
+        _reduce_scatter(output, buffer, group=group.handle)
+
+
 def own_row(buffer: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's row of a buffer of `group.size` equal rows (a view).
 

@@ -102,7 +102,7 @@ def matrix_closing_rule(total: int, largest: int, dp: int, bucket_size: int | No
     """
     if bucket_size is not None:
         target = total // max(1, total // bucket_size)
-        return ClosingRule(target, bucket_size, max(2 * target, bucket_size))
+        return ClosingRule(target, bucket_size, max(target * 5 // 4, bucket_size))
     two_largest, sixth = 2 * dp * largest, total // 6
     size = max(default_floor(dp), min(two_largest, sixth))
     target = total // max(1, total // size)
@@ -145,20 +145,16 @@ def _next_closing(
     size = unfilled = 0
     for index in range(start, len(sizes)):
         item = sizes[index]
+        size += item
+        if size > rule.maximum and best[0] < float("inf"):
+            break
         counts[item] = (counts[item] + 1) % rows
         unfilled += item if counts[item] else item - rows * item
-        size += item
-        if size < rule.minimum:
-            continue
-        if remaining - size < rule.minimum:
-            break
-        score = unfilled / size + _SIZE_WEIGHT * abs(size - share) / share
-        best = min(best, (score, index + 1, size))
-        if size >= rule.maximum:
-            break
-    whole = (_SIZE_WEIGHT * abs(remaining - share) / share, len(sizes), remaining)
-    fits = remaining <= rule.maximum or best[1] == len(sizes)
-    return min(best, whole)[1:] if fits else best[1:]
+        rest = remaining - size
+        if size >= rule.minimum and (rest == 0 or rest >= rule.minimum):
+            score = unfilled / size + _SIZE_WEIGHT * abs(size - share) / share
+            best = min(best, (score, index + 1, size))
+    return best[1:]
 
 
 def close_elementwise_buckets(sizes: Sequence[int], minimum: int) -> list[list[int]]:

@@ -1,32 +1,17 @@
-"""The examples' data and the other parts of them that need no process group."""
+"""The text and the batches of the examples, and their model."""
 
 from __future__ import annotations
 
-import csv
-import importlib
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def example(name: str) -> ModuleType:
-    """Import a module of the examples, which are scripts beside each other and not a package."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        module = importlib.import_module(name)
-    assert Path(str(module.__file__)).parent == EXAMPLES
-    return module
-
+from tests.unit.example_modules import example
 
 data = example("data")
 gpt = example("gpt")
-report = example("report")
 
 
 def source(**changes: object) -> object:
@@ -216,98 +201,3 @@ def test_rotation_depends_on_distance_alone() -> None:
 def test_model_sizes_that_do_not_fit(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gpt.GPTConfig(**sizes)
-
-
-def test_clock_parts_leave_the_sum_alone() -> None:
-    clock = report.Clock()
-    clock.add("optimizer", 3.0)
-    clock.split("optimizer", {"reduce": 1.0, "clip": 0.5})
-    assert clock.seconds == {"optimizer: reduce": 1.0, "optimizer: clip": 0.5, "optimizer": 1.5}
-
-
-def records() -> list[object]:
-    return [
-        report.StepRecord(
-            step=step,
-            loss=5.5 / step,
-            grad_norm=1.0,
-            lr=0.1,
-            tokens_per_second=1e4,
-            held_out=3.25 if step == 4 else None,
-        )
-        for step in range(1, 5)
-    ]
-
-
-def test_files_hold_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report.write_csv(tmp_path / "loss.csv", records())
-    with (tmp_path / "loss.csv").open(encoding="utf-8", newline="") as file:
-        lines = list(csv.DictReader(file))
-    assert [float(line["loss"]) for line in lines] == [5.5 / step for step in range(1, 5)]
-    assert [line["held_out"] for line in lines] == ["", "", "", "3.25"]
-    assert report.write_curve(tmp_path / "loss.png", records(), 3.0)
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not report.write_curve(tmp_path / "other.png", records(), 3.0)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_without_a_terminal_a_line_now_and_then(
-    capsys: pytest.CaptureFixture[str], enabled: bool
-) -> None:
-    with report.Reporter(4, enabled=enabled, log_every=3) as reporter:
-        for record in records():
-            reporter.step(record)
-    lines = capsys.readouterr().out.splitlines()
-    shown = [line.split("  ")[:2] for line in lines]
-    expected = [["step 1/4", "loss 5.500"], ["step 3/4", "loss 1.833"]]
-    expected += [["step 4/4", "loss 1.375"], ["step 4/4", "held-out loss 3.2500"]]
-    assert shown == (expected if enabled else [])
-    assert reporter.records == records()
-
-
-def test_learning_rate_rises_then_falls() -> None:
-    script = example("pretrain_gpt")
-    shares = [script.learning_rate_share(step, 100, 0.1) for step in range(100)]
-    assert shares[0] == pytest.approx(0.1)
-    assert max(shares) == shares[9] == shares[10] == 1.0
-    assert shares[:10] == sorted(shares[:10])
-    assert shares[10:] == sorted(shares[10:], reverse=True)
-    assert 0 < shares[-1] < 0.001
-    groups = [
-        {"min_lr": 0.1, "max_lr": 0.3, "lr_mult": 1.0},
-        {"min_lr": 0.0, "max_lr": 0.1, "lr_mult": 0.5},
-    ]
-    assert script.set_learning_rate(groups, 0.5) == pytest.approx(0.2)
-    assert [group["lr"] for group in groups] == pytest.approx([0.2, 0.025])
-
-
-def test_only_the_default_text_and_steps_have_a_target() -> None:
-    script = example("pretrain_gpt")
-    targets = []
-    for line in ("", "--steps 3", "--data a.txt", "--steps 3 --target 0.9"):
-        args = script.make_parser().parse_args(line.split())
-        script.check_arguments(args)
-        targets.append(args.target)
-    assert targets == [0.85, None, None, 0.9]
-
-
-@pytest.mark.parametrize(
-    "line", ["--steps 0", "--eval-every -1", "--seed -1", "--warmup 1.5", "--eval-windows 0"]
-)
-def test_numbers_out_of_range_are_named(line: str) -> None:
-    script = example("pretrain_gpt")
-    with pytest.raises(ValueError, match=f"^{line}: must be "):
-        script.check_arguments(script.make_parser().parse_args(line.split()))
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_errors_are_one_line_from_one_rank(
-    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", rank)
-    with pytest.raises(SystemExit) as stop:
-        example("pretrain_gpt").make_parser().parse_args(["--steps", "many"])
-    assert stop.value.code == 2
-    message = "pretrain_gpt.py: error: argument --steps: invalid int value: 'many'\n"
-    assert capsys.readouterr().err == (message if rank == "0" else "")

@@ -1,0 +1,108 @@
+"""The command line of `pretrain_gpt.py`: flags, their limits, and how a wrong one ends the run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+DEFAULT_STEPS = 160
+DEFAULT_TARGET = 0.85
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def give_up(message: str) -> NoReturn:
+    """End the run with one line and status 2, on every rank at once.
+
+    Rank 0 alone fails: torchrun stops all ranks when the first one fails, and that must not be
+    before the message is out.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        raise SystemExit(0)
+    sys.stderr.write(f"pretrain_gpt.py: error: {message}\n")
+    raise SystemExit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, from one rank."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the run on every rank."""
+        give_up(message)
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(
+        prog="pretrain_gpt.py",
+        description="Pretrain a small GPT over bytes; the top of the file says more.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--data", type=Path, nargs="+", default=[], metavar="FILE", help="your own text")
+    add("--steps", type=int, default=DEFAULT_STEPS)
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("out"), help="folder for the CSV file and the curve")
+    add(
+        "--target",
+        type=float,
+        help="fail if the held-out loss is above this x unigram entropy; "
+        f"{DEFAULT_TARGET} where text and steps are the default",
+    )
+    model = parser.add_argument_group("model").add_argument
+    model("--layers", type=int, default=4)
+    model("--width", type=int, default=128)
+    model("--heads", type=int, default=4)
+    model("--sequence", type=int, default=256, help="bytes in a sequence")
+    model("--tied", action="store_true", help="one weight for the embedding and the output layer")
+    model(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="of the weights (masters are fp32); auto: bf16 on hardware that computes in it",
+    )
+    batch = parser.add_argument_group("batch").add_argument
+    batch("--global-batch", type=int, default=24, help="sequences in a step, over all ranks")
+    batch("--micro-batches", type=int, default=2, help="forwards of a rank in a step")
+    optim = parser.add_argument_group("optimizer").add_argument
+    optim("--optimizer", choices=("muon", "adam"), default="muon", help="for the matrices")
+    optim("--lr", type=float, default=1e-2)
+    optim("--weight-decay", type=float, default=0.1)
+    optim("--warmup", type=float, default=0.05, help="share of the steps with a rising rate")
+    show = parser.add_argument_group("progress").add_argument
+    show("--log-every", type=int, default=20, help="steps between lines where there is no terminal")
+    show("--eval-every", type=int, default=40, help="steps between held-out losses")
+    show("--eval-windows", type=int, default=120, help="held-out sequences in a measurement")
+    return parser
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse numbers out of range, and set what depends on other arguments.
+
+    Raises:
+        ValueError: naming the flag.
+    """
+    for name in ("steps", "log_every", "eval_every", "eval_windows"):
+        if vars(args)[name] < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {vars(args)[name]}: must be at least 1")
+    if not 0 <= args.seed < 2**31:
+        raise ValueError(f"--seed {args.seed}: must be in 0 ... 2^31 - 1")
+    if not 0 <= args.warmup <= 1:
+        raise ValueError(f"--warmup {args.warmup}: must be a share, 0 ... 1")
+    if args.dtype == "auto":
+        args.dtype = "bf16" if has_bf16_arithmetic() else "fp32"
+    if args.target is None and args.steps == DEFAULT_STEPS and not args.data:
+        args.target = DEFAULT_TARGET
+
+
+def has_bf16_arithmetic() -> bool:
+    """Whether bf16 is fast here: in software it is ten times slower than fp32."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    probe = vars(torch.cpu).get("get_capabilities", dict)  # older releases of torch cannot tell
+    capabilities = probe()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))

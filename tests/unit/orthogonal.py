@@ -1,0 +1,62 @@
+"""What the Newton-Schulz tests share: the oracle, matrices, tolerances."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_lw.optimizer.children.coefficients import (
+    COEFFICIENT_SETS,
+    CoefficientSet,
+    resolve_coefficients,
+)
+from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
+
+FULL_STEPS = {name: len(listed.triples) for name, listed in COEFFICIENT_SETS.items()} | {
+    "simple": 5
+}
+HALF = [torch.bfloat16, torch.float16]
+DTYPES = [*HALF, torch.float32, torch.float64]
+USABLE = [(name, dtype) for name in COEFFICIENT_SETS for dtype in DTYPES if name != "cans"]
+USABLE += [("cans", torch.float32), ("cans", torch.float64)]
+# Relative Frobenius error against the oracle, 96 x 200 and smaller.
+TOLERANCE = {
+    torch.bfloat16: 0.15,
+    torch.float16: 1e-2,
+    torch.float32: 2e-5,
+    torch.float64: 1e-12,
+}
+
+
+def newton_schulz(
+    name: str = "quintic", steps: int | None = None, dtype: torch.dtype = torch.float32
+) -> NewtonSchulz:
+    """The engine with a named set."""
+    return NewtonSchulz(resolve_coefficients(name, steps or FULL_STEPS[name]), dtype=dtype)
+
+
+def oracle(matrix: Tensor, coefficients: CoefficientSet) -> Tensor:
+    """The iteration as it is written in the papers, in float64, one matrix."""
+    tall = matrix.size(0) > matrix.size(1)
+    x = matrix.double().T if tall else matrix.double()
+    x = x.div(torch.sqrt((x * x).sum()))
+    if coefficients.row_prescale:
+        x = x.div((x @ x.T).abs().sum(dim=1, keepdim=True).sqrt())
+    for a, b, c in coefficients.triples:
+        gram = x @ x.T
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    return x.T if tall else x
+
+
+def power_law(rows: int, columns: int) -> Tensor:
+    """A matrix whose singular values fall as 1/k, as those of momenta do, in float64."""
+    rank = min(rows, columns)
+    left = torch.linalg.qr(torch.randn(rows, rank, dtype=torch.float64)).Q
+    right = torch.linalg.qr(torch.randn(columns, rank, dtype=torch.float64)).Q
+    product: Tensor = left.div(torch.arange(1, rank + 1)) @ right.T
+    return product
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """Frobenius norm of the difference over that of what is expected."""
+    return float((result.double() - expected.double()).norm() / expected.double().norm())
