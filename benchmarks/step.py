@@ -22,13 +22,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import newton_schulz
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
 import megatron_lw
+import newton_schulz
 from megatron_lw.optimizer.children.adam_backends import TorchAdam
 from megatron_lw.optimizer.children.coefficients import resolve_coefficients
 from megatron_lw.optimizer.children.muon import scale_factor

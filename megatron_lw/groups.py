@@ -29,7 +29,8 @@ class DomainGroups:
     """The groups that one domain works with.
 
     Attributes:
-        reduce: ranks that hold a copy of the same local parameter and its rows: `dp`, `expert_dp` or
+        reduce: ranks that hold a copy of the same local parameter and its rows: `dp`, `expert_dp`
+        or
             `replicas`.
         tensor: ranks that hold the other parts of the same matrix: `tp`, `expert_tp`, or this rank.
         exchange: both together, tensor rank fastest: owners are ranks of this group.

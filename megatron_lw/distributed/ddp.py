@@ -179,7 +179,8 @@ class DistributedDataParallel(nn.Module):
         """Check, before anything is communicated, that training acts on what the model holds.
 
         Raises:
-            StateError: a trainable parameter is not in a bucket, left it, was frozen, has a gradient
+            StateError: a trainable parameter is not in a bucket, left it, was frozen, has a
+            gradient
                 of its own, or the gradients were used by a step already.
         """
         self._require_optimizer()
@@ -200,7 +201,7 @@ class DistributedDataParallel(nn.Module):
                 )
 
     def finish_grad_sync(self, divisor: float | None = None) -> None:
-        """Reduce every bucket into its rows, as far as backward has not; a second call does nothing.
+        """Reduce the buckets that backward has not; a second call in one step does nothing.
 
         Args:
             divisor: what the summed gradients are divided by; each bucket's own divisor (the ranks

@@ -38,9 +38,9 @@ def finalize_model_grads(
         pg_collection: the groups; those that the chunks were wrapped with if None.
         force_all_reduce: refused if True: gradients live in rows.
 
-    Collective: one reduce-scatter a bucket over its reduce group; with `num_tokens` a broadcast over
-    `groups.pp` and an all-reduce over `groups.dp`; an all-reduce over `groups.tp` for each bucket with
-    sequence-parallel parameters and over `groups.embedding` for a tied one.
+    Collective: one reduce-scatter a bucket over its reduce group; with `num_tokens` a broadcast
+    over `groups.pp` and an all-reduce over `groups.dp`; an all-reduce over `groups.tp` for each
+    bucket with sequence-parallel parameters and over `groups.embedding` for a tied one.
 
     Raises:
         ConfigError: a chunk is not wrapped, or `force_all_reduce` is asked for.

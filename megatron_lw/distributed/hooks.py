@@ -1,4 +1,4 @@
-"""When a bucket's gradients are complete during backward, and when its weights are needed in forward.
+"""When a bucket's gradients are complete in backward, and when its weights are needed.
 
 Both sides keep one rule: the collectives of a chunk are started in one fixed order on every rank,
 whatever order its modules run in.
@@ -26,12 +26,12 @@ from megatron_lw.distributed.reduce import start_reduce
 class OverlappedReduce:
     """Starts the reduce of each bucket as soon as backward has finished its gradients.
 
-    Buckets are started in one order, agreed on by all ranks: a bucket waits for those before it. The
-    order, and how often autograd delivers a gradient for a parameter in one backward (several times
-    where activations are recomputed piece by piece), are learned in the first backward, in which
-    nothing overlaps: buckets that were not complete on every rank, since a parameter got no gradient,
-    come last. A parameter that got none is awaited all the same; `finish_grad_sync` reduces what is
-    left.
+    Buckets are started in one order, agreed on by all ranks: a bucket waits for those before it.
+    The order, and how often autograd delivers a gradient for a parameter in one backward (several
+    times where activations are recomputed piece by piece), are learned in the first backward, in
+    which nothing overlaps: buckets that were not complete on every rank, since a parameter got no
+    gradient, come last. A parameter that got none is awaited all the same; `finish_grad_sync`
+    reduces what is left.
 
     Args:
         buckets: the chunk's buckets, in the order in which backward completes them.

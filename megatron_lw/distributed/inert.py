@@ -9,7 +9,8 @@ from typing import Any
 class Hook:
     """A hook that holds the library's objects, and holds nothing in copies and pickles.
 
-    A deep copy of a wrapped model (an average of weights, say) is a plain module: its hooks do nothing.
+    A deep copy of a wrapped model (an average of weights, say) is a plain module: its hooks do
+    nothing.
     """
 
     __slots__ = ("_action",)

@@ -59,7 +59,8 @@ class ParamInfo:
         tp_dim: dimension divided over tensor parallelism; None: replicated over it.
         role: "embedding" and "output" weights are stepped element by element, whatever their shape.
         matrices: matrices stacked along the first dimension(s) of it, on this rank.
-        ep_size: expert-parallel ranks over which such a stack of experts is divided; 1: not divided.
+        ep_size: expert-parallel ranks over which such a stack of experts is divided; 1: not
+        divided.
         blocks: rows of the fused matrices inside it (e.g. gate and up), summing to the rows.
         logical_rows: rows before padding, where the parameter itself is padded; else None.
         tied: name shared by the copies of one logical weight; None if it has one copy.

@@ -54,7 +54,8 @@ def explicit_group(
     """What a caller of `add_param_group` asks for.
 
     Args:
-        param_group: `params` (a parameter, a list of them or of (name, parameter) pairs) and settings.
+        param_group: `params` (a parameter, a list of them or of (name, parameter) pairs) and
+        settings.
         names: id of a parameter of the wrapped model -> its global name.
         present: groups added before.
 

@@ -232,9 +232,9 @@ def decide_routes(
         child, reason = _choose_child(info, view, config, settings.pop("optimizer", None))
         if child in MATRIX_CHILDREN and info.logical_rows is not None:
             raise ConfigError(
-                f"parameter {info.name!r}: logical_rows = {info.logical_rows} of a matrix that Muon "
-                "steps: padding inside a matrix is not supported yet; use_muon=False sends it to "
-                f"{config.muon_scalar_optimizer}"
+                f"parameter {info.name!r}: logical_rows = {info.logical_rows} of a matrix that "
+                "Muon steps: padding inside a matrix is not supported yet; use_muon=False sends "
+                f"it to {config.muon_scalar_optimizer}"
             )
         routes.append(
             Route(

@@ -30,7 +30,8 @@ class GradStats:
     Attributes:
         norm: Euclidean norm over all logical elements; nan or inf if an element is not finite.
         zeros: number of elements that are exactly zero; None if not asked for.
-        nonfinite: parameters with elements that are not finite, and the ranks whose rows hold those.
+        nonfinite: parameters with elements that are not finite, and the ranks whose rows hold
+        those.
         settings_agree: whether all ranks came with the same settings.
     """
 
@@ -117,8 +118,10 @@ def measure(
         group: `groups.grad_stats`.
         device: where the reduction happens.
         count_zeros: whether zeros are asked for.
-        fingerprint: a number below 2**20 that stands for this rank's settings; that it is the same on
-            all ranks is found in the same reduction: only equal numbers have n sum(f^2) = (sum f)^2.
+        fingerprint: a number below 2**20 that stands for this rank's settings; that it is the same
+        on
+            all ranks is found in the same reduction: only equal numbers have n sum(f^2) = (sum
+            f)^2.
 
     Collective: one all-reduce of four fp64 numbers over `group`; where the total is not finite or
     tiny, one more and, if an element is not finite, one all-gather of names.

@@ -1,7 +1,7 @@
 """Models divided over tensor, expert and pipeline ranks, with the answer of one whole process.
 
-A `Spec` describes one logical parameter. Every rank builds its own part, gets its own part of chosen
-global gradients, and the reference steps the whole.
+A `Spec` describes one logical parameter. Every rank builds its own part, gets its own part of
+chosen global gradients, and the reference steps the whole.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def rank_grad(
 
     Dense: data-parallel rank d has gradient d, the same on all tensor-parallel ranks. Sequence
     parallel: each (d, t) has a gradient of its own, to be summed over t. Experts: each rank of the
-    expert data-parallel group has one. FP32 replicas: each rank of the stage has one. Tied copies: each
-    stage has one, to be summed.
+    expert data-parallel group has one. FP32 replicas: each rank of the stage has one. Tied copies:
+    each stage has one, to be summed.
     """
     shapes = {n: s.shape for n, s in specs.items()}
     index = groups.dp.rank

@@ -15,7 +15,7 @@ CONFIG = {"optimizer": "muon", "lr": 0.02, "clip_grad": 1.0, "bf16": True}
 
 
 class Wild(nn.Module):
-    """Modules that run in another order every step, twice or not at all; weights used from outside."""
+    """Modules run in another order every step, twice or not at all; weights used from outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def train(overlap, steps, disturb, recompute=False, bucket_size=300):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("disturb", [False, True])
 def test_fifty_steps_equal_the_synchronous_path(ranks, disturb):
-    """With evaluation, skipped steps and explicit syncs in between; reduces start during backward."""
+    """With evaluation, skips and explicit syncs in between; reduces start during backward."""
     plain = run_ranks(train, ranks, False, 50, disturb)
     overlapped = run_ranks(train, ranks, True, 50, disturb)
     for a, b in zip(plain, overlapped, strict=True):

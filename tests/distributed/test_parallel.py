@@ -109,7 +109,7 @@ def test_tensor_parallel(ranks, tensor, kind):
     ids=["E2", "T2E2ET1", "T2ET2", "D2T2E2ET1", "D2T2E2ET2", "D4E2ET2"],
 )
 def test_experts(ranks, sizes):
-    """Experts with a vector and a matrix, expert data-parallel size 1 and 2, ET differing from T."""
+    """Experts with vectors and matrices, expert data-parallel size 1 and 2, ET not equal to T."""
     check(EXPERTS, MUON, sizes, ranks)
 
 

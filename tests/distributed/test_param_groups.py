@@ -1,4 +1,4 @@
-"""Parameter groups: the same on every rank, driven by any scheduler, extended before the first step."""
+"""Parameter groups: equal on every rank, driven by any scheduler, extended before step one."""
 
 from __future__ import annotations
 

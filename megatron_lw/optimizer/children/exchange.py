@@ -1,11 +1,12 @@
 """The exchange: pieces of matrices to their owners, and the updates back.
 
-The schedule is integers, computed once from the plan. Every rank of the exchange group (data-parallel
-rows x tensor-parallel ranks) has its own part of it, and all call the same two all-to-alls for a
-bucket in which anything moves. A piece is the part of one matrix in one row; where tensor parallelism
-divides the matrix, each tensor-parallel rank holds such a piece of its own shard, and where it
-replicates it, all hold the same piece, one of them sends it, and all receive the update. A matrix that
-lies wholly in its owner's row, undivided, is in no schedule: it never moves.
+The schedule is integers, computed once from the plan. Every rank of the exchange group
+(data-parallel rows x tensor-parallel ranks) has its own part of it, and all call the same two
+all-to-alls for a bucket in which anything moves. A piece is the part of one matrix in one row;
+where tensor parallelism divides the matrix, each tensor-parallel rank holds such a piece of its own
+shard, and where it replicates it, all hold the same piece, one of them sends it, and all receive
+the update. A matrix that lies wholly in its owner's row, undivided, is in no schedule: it never
+moves.
 """
 
 from __future__ import annotations

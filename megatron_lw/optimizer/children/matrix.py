@@ -196,7 +196,7 @@ class MatrixChild(ABC):
 
     @contextmanager
     def _guarded(self, bucket: MatrixBucket) -> Iterator[None]:
-        """Keep the first failure for the end of the step: the other ranks wait for our exchanges."""
+        """Keep the first failure for the end of the step: other ranks wait for our exchanges."""
         try:
             yield
         except CommunicationError:
@@ -252,7 +252,7 @@ class MatrixChild(ABC):
         bucket.handle = bucket.exchange.start_back(bucket.row, label=bucket.label)
 
     def _owned_by_shape(self, bucket: MatrixBucket) -> dict[Shape, list[torch.Tensor]]:
-        """The matrices that this rank orthogonalises, each `[rows, cols]`, in the exchange dtype."""
+        """What this rank orthogonalises: `[rows, cols]` in the exchange dtype, by shape."""
         by_shape: dict[Shape, list[torch.Tensor]] = {}
         for matrix in bucket.exchange.schedule.owned:
             shape = bucket.shapes[matrix.matrix]
