@@ -91,9 +91,9 @@ def sum_by_rank(rank: IntArray, amount: FloatArray, ranks: int) -> FloatArray:
 def count_sent(owner: IntArray, pieces: Pieces, sharded: BoolArray, *, dp: int, tp: int) -> Sent:
     """Count the elements that each rank sends in the exchange, to the owners and back.
 
-    Every piece goes to the owner and its update comes back. A sharded matrix has another piece on
-    each tensor-parallel rank of the row; of a replicated one the rank with the owner's
-    tensor-parallel index sends, and all receive.
+    Two stages, so that no matrix crosses rows more than once: between rows, every piece goes to the
+    rank of the owner's row with the same tensor-parallel index (of a replicated matrix only from
+    the owner's index); within that row, to the owner. The update comes back the same way.
 
     Args:
         owner: [matrices] rank, `row * tp + t`.
@@ -107,27 +107,27 @@ def count_sent(owner: IntArray, pieces: Pieces, sharded: BoolArray, *, dp: int, 
     away = pieces.row != target // tp
     cut = sharded[pieces.matrix]
     size = pieces.numel.astype(np.float64)
-    between = sum_by_rank(target, size * tp * away, ranks)
-    within_back = sum_by_rank(target, size * (tp - 1) * ~away, ranks)
-    within_out = np.zeros(ranks)
+    within_back = sum_by_rank(target, size * (tp - 1), ranks)
+    between, within_out = np.zeros(ranks), np.zeros(ranks)
     for t in range(tp):
-        sender = pieces.row * tp + t
-        sends = away & (cut | (target % tp == t))
-        between += sum_by_rank(sender, size * sends, ranks)
-        sends = ~away & cut & (sender != target)
-        within_out += sum_by_rank(sender, size * sends, ranks)
+        relay = target - target % tp + t
+        out = away & (cut | (target % tp == t))
+        between += sum_by_rank(pieces.row * tp + t, size * out, ranks)
+        between += sum_by_rank(relay, size * away, ranks)
+        within_out += sum_by_rank(relay, size * (cut & (relay != target)), ranks)
     return Sent(between, within_out, within_back)
 
 
 def count_peers(owner: IntArray, pieces: Pieces, *, dp: int, tp: int) -> IntArray:
-    """Return [ranks] how many other ranks each exchanges with, as owner or as holder."""
+    """Return [ranks] how many other ranks each exchanges with: owner, relay or holder."""
     ranks = dp * tp
     target = owner[pieces.matrix]
     pairs = [np.zeros(0, dtype=np.int64)]
     for t in range(tp):
-        holder = pieces.row * tp + t
-        apart = holder != target
-        pairs.append(target[apart] * ranks + holder[apart])
-        pairs.append(holder[apart] * ranks + target[apart])
+        holder, relay = pieces.row * tp + t, target - target % tp + t
+        for one, other in ((holder, relay), (relay, target)):
+            apart = one != other
+            pairs.append(one[apart] * ranks + other[apart])
+            pairs.append(other[apart] * ranks + one[apart])
     unique = np.unique(np.concatenate(pairs))
     return np.bincount(unique // ranks, minlength=ranks).astype(np.int64)

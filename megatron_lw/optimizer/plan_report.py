@@ -152,16 +152,14 @@ def exchange_limit(plan: OwnershipPlan, row_over_largest: float) -> float:
     """Return the promise for the busiest rank's exchange over its reduce-scatter and all-gather.
 
     0.4 / dp where a row is at least twice the largest matrix, else 1 / (dp - 1) + 2 x largest
-    matrix / model. The owner of a matrix that tensor parallelism shards handles all of it, while
-    the model is what one rank reduces; so the largest matrix counts in full, tensor-parallel copies
-    or parts included.
+    matrix / model, both as one tensor-parallel rank has them.
     """
     if plan.dp == 1:
         return 0.0
     if row_over_largest >= 2:
         return 0.4 / plan.dp
     numel = sum(param.numel for param in plan.params)
-    return 1 / (plan.dp - 1) + 2 * plan.tp * int(plan.matrix_numel.max()) / numel
+    return 1 / (plan.dp - 1) + 2 * int(plan.matrix_numel.max()) / numel
 
 
 def _row_over_largest(plan: OwnershipPlan) -> float:

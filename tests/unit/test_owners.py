@@ -115,16 +115,16 @@ def _simulate(
     ):
         target = owner[matrix]
         for t in range(tp):
-            holder = row * tp + t
-            if holder == target:
-                continue
-            peers[holder].add(target)
-            peers[target].add(holder)
-            same_row = row == target // tp
-            sends = sharded[matrix] or (t == target % tp)
-            if sends:
-                (out if same_row else between)[holder] += numel
-            (back if same_row else between)[target] += numel
+            holder, relay = row * tp + t, target // tp * tp + t
+            crosses = holder != relay
+            sends = sharded[matrix] or relay == target
+            between[holder] += numel if crosses and sends else 0
+            between[relay] += numel if crosses else 0
+            out[relay] += numel if sharded[matrix] and relay != target else 0
+            back[target] += numel if relay != target else 0
+            for one, other in ((holder, relay), (relay, target)):
+                peers[one] |= {other} - {one}
+                peers[other] |= {one} - {other}
     return between, out, back, peers
 
 

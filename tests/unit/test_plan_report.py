@@ -21,17 +21,16 @@ def test_a_matrix_over_two_rows_and_two_tensor_parallel_ranks() -> None:
     metrics = plan.metrics()
     assert metrics.reduce_bytes == 1024 * 4
     assert metrics.gather_bytes == 1024 * 2
-    # Rank 0 sends two updates of 1024 to the other row, and one within its own.
-    assert metrics.exchange_bytes == 2 * 1024 * 2
-    assert metrics.exchange_busiest == 4096 / 6144
-    assert metrics.tp_exchange_bytes == 1024 * 2
-    assert metrics.tp_exchange_fraction == 1024 / 4096
-    assert metrics.max_peers == 3
+    # Each rank sends 1024 to the other row; half the matrix, 2048, travels within the owner's row.
+    assert metrics.exchange_bytes == 1024 * 2
+    assert metrics.exchange_busiest == 2048 / 6144
+    assert metrics.tp_exchange_bytes == 2048 * 2
+    assert metrics.tp_exchange_fraction == 1 / 2
+    assert metrics.max_peers == 2
     assert metrics.ranks_without_matrix == 3
     assert metrics.matrices_whole_fraction == 0.0
     assert metrics.row_over_largest == 0.5
-    # The owner handles the matrix of both tensor-parallel ranks, 4096; the model is 2048 on each.
-    assert metrics.exchange_limit == 1 / 1 + 2 * 4096 / 2048
+    assert metrics.exchange_limit == 1 / 1 + 2 * 2048 / 2048
     assert metrics.ns_makespan_over_bound == 1.0
     assert metrics.state_bytes == 1024 * (4 + 4)
     assert metrics.gradient_bytes == 2048 * 4
@@ -42,7 +41,7 @@ def test_bytes_are_arguments() -> None:
         reduce_bytes=2, gather_bytes=1, exchange_bytes=4, matrix_state_bytes=8
     )
     assert (metrics.reduce_bytes, metrics.gather_bytes) == (2048, 1024)
-    assert metrics.exchange_bytes == 2 * 1024 * 4
+    assert metrics.exchange_bytes == 1024 * 4
     assert metrics.state_bytes == 1024 * 12
     assert metrics.gradient_bytes == 2048 * 2
 
