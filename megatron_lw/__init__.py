@@ -15,8 +15,10 @@ from __future__ import annotations
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.ddp_config import DDPConfig
 from megatron_lw.distributed.ddp import DistributedDataParallel
+from megatron_lw.distributed.finalize import finalize_model_grads
 from megatron_lw.errors import (
     CheckpointError,
+    CommunicationError,
     ConfigError,
     LayerWiseError,
     NonFiniteError,
@@ -40,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "CommunicationError",
     "ConfigError",
     "DDPConfig",
     "DistributedDataParallel",
@@ -56,6 +59,7 @@ __all__ = [
     "PlanMismatchError",
     "StateError",
     "annotate",
+    "finalize_model_grads",
     "get_megatron_optimizer",
     "standard_overrides",
 ]

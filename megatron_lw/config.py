@@ -63,7 +63,7 @@ class OptimizerConfig:
     fp8_recipe: str | None = None
     """No effect: how a weight is quantised is read from the weight."""
     fp16: bool = False
-    """Refused: FP16 weights and their loss scale."""
+    """Whether half-precision weights are FP16; the loss must then go through `scale_loss`."""
     bf16: bool = False
     """Whether half-precision weights are BF16; each keeps an fp32 master."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
@@ -91,15 +91,15 @@ class OptimizerConfig:
 
     # Loss scaling
     loss_scale: float | None = None
-    """Refused, as only FP16 training scales its loss; 1 passes."""
+    """A constant loss scale, a power of two; None: a dynamic one. With `fp16` only; 1 passes."""
     initial_loss_scale: float = 2.0**32
-    """Refused, as `loss_scale`."""
+    """Where the dynamic loss scale starts."""
     min_loss_scale: float = 1.0
-    """Refused, as `loss_scale`."""
+    """What the dynamic loss scale never falls below."""
     loss_scale_window: float = 1000
-    """Refused, as `loss_scale`."""
+    """Steps without an overflow until the loss scale doubles."""
     hysteresis: int = 2
-    """Refused, as `loss_scale`."""
+    """Overflows until the loss scale is halved."""
 
     # Adam
     adam_beta1: float = 0.9
@@ -125,16 +125,16 @@ class OptimizerConfig:
     muon_scale_mode: str = "spectral"
     """Scale of an update from its global shape: 'spectral', 'unit_rms_norm', 'shape_scaling'."""
     muon_fp32_matmul_prec: str = "medium"
-    """Precision of Newton-Schulz, whose input is the fp32 momentum divided by its norm in fp32.
+    """Precision of Newton-Schulz and of what travels in the exchange.
 
-    'medium': that input is rounded to bf16, every product takes and gives bf16, and the result is
-    widened to fp32. 'high' and 'highest' mean the same: every product takes and gives fp32.
-    torch's process-wide float32 matmul setting is neither read nor set, so it alone says whether a
-    GPU may use TF32 inside those products; by torch's default it may not.
+    'medium': the fp32 momentum is rounded to bf16, divided by its norm, and every product takes and
+    gives bf16. 'high' and 'highest' mean the same: everything is fp32. torch's process-wide float32
+    matmul setting is neither read nor set, so it alone says whether a GPU may use TF32 inside those
+    products; by torch's default it may not.
     """
     muon_coefficient_type: str = "quintic"
     """Newton-Schulz coefficients: 'simple', 'quintic', 'polar_express', 'cans', 'aol' or
-    'deepseekv4'.
+    'deepseekv4'. 'cans' diverges in bf16, so it needs `muon_fp32_matmul_prec='high'`.
     """
     muon_num_ns_steps: int = 5
     """Newton-Schulz steps, 1 to 15."""
@@ -250,6 +250,7 @@ class OptimizerConfig:
             )
 
     def _contradicting_values(self) -> Iterator[str]:
+        yield from self._contradicting_precision()
         low = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
         pairs = (
             ("min_lr", self.min_lr, "lr", self.lr),
@@ -266,8 +267,19 @@ class OptimizerConfig:
                 f"OptimizerConfig.decoupled_min_lr={self.decoupled_min_lr!r} needs decoupled_lr, "
                 "which is None; set decoupled_lr or drop decoupled_min_lr"
             )
-        if self.params_dtype == torch.bfloat16 and not self.bf16:
+
+    def _contradicting_precision(self) -> Iterator[str]:
+        if not self.fp16 and self.loss_scale not in (None, 1.0):
             yield (
-                f"OptimizerConfig.params_dtype={self.params_dtype} contradicts bf16=False; "
-                "set bf16=True"
+                f"OptimizerConfig.loss_scale={self.loss_scale!r} needs fp16=True: only FP16 "
+                "training scales its loss; drop it"
             )
+        for dtype, name, set_ in (
+            (torch.bfloat16, "bf16", self.bf16),
+            (torch.float16, "fp16", self.fp16),
+        ):
+            if self.params_dtype == dtype and not set_:
+                yield (
+                    f"OptimizerConfig.params_dtype={self.params_dtype} contradicts {name}=False; "
+                    f"set {name}=True"
+                )

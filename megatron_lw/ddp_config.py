@@ -68,11 +68,12 @@ DDP_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         "pad_buckets_for_high_nccl_busbw": no_effect(
             "rows are padded to 64 elements only; give a larger bucket_size", warn=True
         ),
-        "reduce_scatter_with_fp32_accumulation": refused(_FP32_SUM, _USE_FP32),
+        "reduce_scatter_with_fp32_accumulation": honoured(
+            flag(), "half-precision gradients travel as they are and are summed in fp32"
+        ),
         "param_name_patterns_for_fp32_local_accumulation": refused(_FP32_SUM, _USE_FP32),
-        "average_in_collective": refused(
-            "an average inside the collective is not supported yet",
-            "drop it: gradients are averaged all the same",
+        "average_in_collective": honoured(
+            flag(), "the collective averages, instead of a division of the summed row"
         ),
         "fp8_param_gather": refused(_FP8, _KEEP_BF16),
         "fp4_param_gather": refused(_FP8, _KEEP_BF16),
@@ -126,11 +127,11 @@ class DDPConfig:
     Megatron's default is False.
     """
     overlap_grad_reduce: bool = False
-    """Refused: reduce a bucket while backward goes on."""
+    """Reduce a bucket while backward goes on, from the second step on."""
     overlap_param_gather: bool = False
-    """Refused: gather a bucket while forward goes on."""
+    """Gather the weights while the next forward goes on; its readers wait."""
     align_param_gather: bool = False
-    """No effect: read only with `overlap_param_gather`."""
+    """No effect: every gather is started by the step itself."""
     use_distributed_optimizer: bool = False
     """No effect: gradients are always reduced into rows."""
     num_distributed_optimizer_instances: int = 1
@@ -146,11 +147,11 @@ class DDPConfig:
     pad_buckets_for_high_nccl_busbw: bool = False
     """No effect, and warned about: a bucket is padded to 64 elements a row."""
     reduce_scatter_with_fp32_accumulation: bool = False
-    """Refused: send low precision, sum in fp32."""
+    """Send half-precision gradients, sum them in fp32; needs `grad_reduce_in_fp32=False`."""
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
     """Refused: accumulate only some parameters' gradients in fp32."""
     average_in_collective: bool = False
-    """Refused: divide inside the collective."""
+    """Whether the collective averages; sums of integers may then differ in the last bit."""
     fp8_param_gather: bool = False
     """Refused: FP8 weights, gathered as FP8."""
     fp4_param_gather: bool = False
@@ -202,7 +203,16 @@ class DDPConfig:
 
     def __post_init__(self) -> None:
         """Check every field, and warn about what is ignored."""
-        raise_problems(field_problems(self, self.FIELD_STATUS))
+        problems = field_problems(self, self.FIELD_STATUS)
+        if self.reduce_scatter_with_fp32_accumulation and (
+            self.grad_reduce_in_fp32 or self.average_in_collective
+        ):
+            problems.append(
+                "DDPConfig.reduce_scatter_with_fp32_accumulation=True contradicts "
+                f"grad_reduce_in_fp32={self.grad_reduce_in_fp32!r} or average_in_collective="
+                f"{self.average_in_collective!r}; set both to False"
+            )
+        raise_problems(problems)
         warn_ignored(self, self.FIELD_STATUS, stacklevel=_CALLER)
 
     @classmethod

@@ -21,8 +21,6 @@ from megatron_lw.field_status import (
     refused,
 )
 
-_SCALED = "only FP16 training scales its loss, and FP16 is not supported yet"
-_UNSCALED = "drop it: BF16 and FP32 training runs without a loss scale"
 _STATE_DTYPE = "masters, gradients of the masters and optimizer states are fp32"
 _KEEP_FP32 = "leave it at torch.float32"
 _OFFLOAD = "read only with optimizer_cpu_offload, which is refused"
@@ -45,17 +43,14 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
             flag(), "standard_overrides then leaves decay on the layer norms of queries and keys"
         ),
         "fp8_recipe": no_effect("how a weight is quantised is read from the weight"),
-        "fp16": refused(
-            "FP16 needs a loss scale, which is not supported yet", "train in BF16: bf16=True"
-        ),
+        "fp16": honoured(flag(), "half-precision weights are FP16, trained with a scaled loss"),
         "bf16": honoured(flag(), "half-precision weights are BF16; each has an fp32 master"),
         "reuse_grad_buf_for_mxfp8_param_ag": refused(
             "FP8 weights are not supported yet", "drop it and keep the weights in BF16"
         ),
         "params_dtype": honoured(
-            one_of(torch.float32, torch.bfloat16),
-            "must not contradict bf16; each weight is published in its own dtype",
-            refuses={torch.float16: "FP16 is not supported yet; use torch.bfloat16 and bf16=True"},
+            one_of(torch.float32, torch.bfloat16, torch.float16),
+            "must not contradict bf16 and fp16; each weight is published in its own dtype",
         ),
         "use_precision_aware_optimizer": refused(_STATE_DTYPE, "drop it"),
         "store_param_remainders": no_effect("read only with use_precision_aware_optimizer"),
@@ -73,11 +68,15 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
                 "adaptive_muon": f"'adaptive_muon' is not supported yet; {_CHOOSE}",
             },
         ),
-        "loss_scale": refused(_SCALED, _UNSCALED, harmless=(1.0,)),
-        "initial_loss_scale": refused(_SCALED, _UNSCALED),
-        "min_loss_scale": refused(_SCALED, _UNSCALED),
-        "loss_scale_window": refused(_SCALED, _UNSCALED),
-        "hysteresis": refused(_SCALED, _UNSCALED),
+        "loss_scale": honoured(
+            number(0, open_low=True, optional=True), "a constant loss scale; None: a dynamic one"
+        ),
+        "initial_loss_scale": honoured(number(0, open_low=True), "where the loss scale starts"),
+        "min_loss_scale": honoured(number(0, open_low=True), "what the loss scale never is below"),
+        "loss_scale_window": honoured(
+            number(0, open_low=True), "steps without overflow until the loss scale doubles"
+        ),
+        "hysteresis": honoured(integer(1), "overflows until the loss scale is halved"),
         "adam_beta1": honoured(number(0, 1), "decay rate of Adam's first moment"),
         "adam_beta2": honoured(number(0, 1), "decay rate of Adam's second moment"),
         "adam_eps": honoured(number(0, open_low=True), "added to the root of the second moment"),

@@ -46,6 +46,9 @@ class BucketBuffer:
         group: the reduce group; the bucket has one row for each of its ranks.
         divisor: what the summed gradient is divided by (the number of ranks averaged over).
         tied: whether it holds a copy of a weight that another pipeline stage shares.
+        average_in_collective: whether the reduce averages over the group instead of summing.
+        fp32_sums: where half-precision rows arrive that are summed in fp32; None: summed on the
+        way.
         sequence_parallel: names of replicated parameters whose gradients are summed over tensor
             parallelism.
         grads: gradient storage, grad dtype, `[layout.numel]`.
@@ -65,6 +68,8 @@ class BucketBuffer:
         grad_dtype: torch.dtype,
         tied: bool = False,
         sequence_parallel: frozenset[str] = frozenset(),
+        average_in_collective: bool = False,
+        sum_in_fp32: bool = False,
     ) -> None:
         self.layout = layout
         self.names = names
@@ -72,12 +77,15 @@ class BucketBuffer:
         self.divisor = divisor
         self.tied = tied
         self.sequence_parallel = sequence_parallel
+        self.average_in_collective = average_in_collective
         self.grad_state = GradState.EMPTY
         self.weight_state = WeightState.PUBLISHED
         self.handle = Handle()
         self._params = {name: params[name] for name in names}
         device = self._params[names[0]].device
         self.grads = torch.zeros(layout.numel, dtype=grad_dtype, device=device)
+        half = grad_dtype != torch.float32
+        self.fp32_sums = torch.empty_like(self.grads) if sum_in_fp32 and half else None
         self._main_grads = {
             name: self.grads[start : start + param.numel()].view(param.shape)
             for (name, param), start in zip(self._params.items(), layout.offsets, strict=True)

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from megatron_lw.distributed.group import Group
 from megatron_lw.errors import CommunicationError, ConfigError, LayerWiseError
 
-ReduceOp = Literal["sum", "max", "min"]
+ReduceOp = Literal["sum", "avg", "max", "min"]
 T = TypeVar("T")
 
 _OPS: dict[ReduceOp, Any] = {
     "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
@@ -126,19 +127,25 @@ def create_partition(name: str, partition: Sequence[Sequence[int]]) -> Group:
 
 
 def reduce_scatter_rows(
-    buffer: torch.Tensor, group: Group, *, async_op: bool = False, label: str = ""
+    buffer: torch.Tensor,
+    group: Group,
+    op: ReduceOp = "sum",
+    *,
+    async_op: bool = False,
+    label: str = "",
 ) -> Handle:
-    """Sum a buffer of `group.size` equal rows over the ranks, in place into row `group.rank`.
+    """Reduce a buffer of `group.size` equal rows over the ranks, in place into row `group.rank`.
 
     The other rows hold undefined values afterwards.
 
     Args:
         buffer: any dtype, [group.size * row_numel], contiguous.
         group: the ranks that reduce.
+        op: "sum" or "avg".
         async_op: return before the result is there.
         label: what it serves, for the message if it fails.
 
-    Collective: reduce-scatter (sum) over `group`.
+    Collective: reduce-scatter over `group`.
     """
     row = own_row(buffer, group)
     group.traffic.add("reduce_scatter", (buffer.numel() - row.numel()) * buffer.element_size())
@@ -146,7 +153,8 @@ def reduce_scatter_rows(
         return Handle()
     what = _describe("reduce-scatter", group, label)
     with _named(what):
-        return Handle(_reduce_scatter(row, buffer, group=group.handle, async_op=async_op), what)
+        work = _reduce_scatter(row, buffer, _OPS[op], group=group.handle, async_op=async_op)
+        return Handle(work, what)
 
 
 def all_gather_rows(
@@ -196,7 +204,7 @@ def reduce_scatter(output: torch.Tensor, buffer: torch.Tensor, group: Group) -> 
         buffer: same dtype, [group.size * row_numel], contiguous; left as it is.
         group: the ranks that reduce.
 
-    Collective: reduce-scatter (sum) over `group`.
+    Collective: reduce-scatter over `group`.
     """
     nbytes = (buffer.numel() - output.numel()) * buffer.element_size()
     group.traffic.add("reduce_scatter", nbytes)

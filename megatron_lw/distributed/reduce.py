@@ -1,23 +1,40 @@
-"""Gradients to their rows: one reduce-scatter a bucket, then the average.
+"""Gradients to their rows: one collective a bucket, then the average.
 
-The sum is divided after the reduction, on the row alone: integer-valued gradients then give the
-same bits on any number of ranks, and only 1/D of the elements is touched.
+By default it is a reduce-scatter that sums, and the sum is divided afterwards, on the row alone:
+integer-valued gradients then give the same bits on any number of ranks, and only 1/D of the
+elements is touched. Two settings change how the sum is made: `average_in_collective` lets the
+collective average, and `reduce_scatter_with_fp32_accumulation` sends half-precision rows to their
+ranks and sums them in fp32 there.
 """
 
 from __future__ import annotations
 
 from megatron_lw.distributed.buffers import BucketBuffer
-from megatron_lw.distributed.collectives import reduce_scatter_rows
+from megatron_lw.distributed.collectives import ReduceOp, all_to_all, reduce_scatter_rows
 
 
 def start_reduce(bucket: BucketBuffer, *, async_op: bool = False) -> None:
     """Send the bucket's gradients to their rows.
 
-    Collective: reduce-scatter (sum) over `bucket.group`.
+    Collective: reduce-scatter over `bucket.group`, or an all-to-all where sums are made in fp32.
     """
     bucket.begin_reduce()
+    label = f"reduce {bucket.label}"
+    if bucket.fp32_sums is not None:
+        splits = [bucket.grad_row.numel()] * bucket.group.size
+        bucket.handle = all_to_all(
+            bucket.fp32_sums,
+            bucket.grads,
+            splits,
+            splits,
+            bucket.group,
+            async_op=async_op,
+            label=label,
+        )
+        return
+    op: ReduceOp = "avg" if bucket.average_in_collective else "sum"
     bucket.handle = reduce_scatter_rows(
-        bucket.grads, bucket.group, async_op=async_op, label=f"reduce {bucket.label}"
+        bucket.grads, bucket.group, op, async_op=async_op, label=label
     )
 
 
@@ -31,6 +48,11 @@ def finish_reduce(bucket: BucketBuffer, divisor: float | None = None) -> None:
         divisor: what the sum is divided by; the bucket's own divisor if None.
     """
     bucket.end_reduce()
+    row = bucket.grad_row
+    if bucket.fp32_sums is not None:
+        row.copy_(bucket.fp32_sums.view(bucket.group.size, -1).float().sum(0))
     divisor = bucket.divisor if divisor is None else divisor
+    if bucket.average_in_collective:
+        divisor /= bucket.group.size
     if divisor != 1:
-        bucket.grad_row.div_(divisor)
+        row.div_(divisor)

@@ -42,7 +42,7 @@ from megatron_lw.optimizer.stats import counted_runs
 from megatron_lw.overrides import ParamGroupOverride, ParamKey
 
 BackendResolver = Callable[[torch.device], AdamBackend]
-_WEIGHT_DTYPES = {"bfloat16", "float32"}
+_FLAG_OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def build_runtime(
@@ -122,13 +122,17 @@ def _describe(
             f"parameters are on several devices: {', '.join(sorted(devices))}; one rank has one"
         )
     for info in model.infos:
-        if info.dtype not in _WEIGHT_DTYPES:
+        if info.dtype != "float32" and info.dtype not in _FLAG_OF_DTYPE:
             raise ConfigError(
-                f"parameter {info.name!r} has dtype {info.dtype}; weights are bfloat16 or float32"
+                f"parameter {info.name!r} has dtype {info.dtype}; weights are bfloat16, float16 or "
+                "float32"
             )
-        if info.dtype == "bfloat16" and not config.bf16:
+        flags = {"bf16": config.bf16, "fp16": config.fp16}
+        flag = _FLAG_OF_DTYPE.get(info.dtype)
+        if flag is not None and not flags[flag]:
             raise ConfigError(
-                f"parameter {info.name!r} is bfloat16 but OptimizerConfig.bf16 is False: set it"
+                f"parameter {info.name!r} is {info.dtype} but OptimizerConfig.{flag} is False: "
+                "set it"
             )
     return model
 
@@ -227,6 +231,8 @@ def _buffer(
         groups.domain(domain).reduce,
         divisor=groups.replicas.size if domain == "replicated" else groups.dp.size,
         grad_dtype=torch.float32 if reduce_fp32 else dtypes.pop(),
+        average_in_collective=ddp_config.average_in_collective,
+        sum_in_fp32=ddp_config.reduce_scatter_with_fp32_accumulation,
         tied=plan.buckets[index].tied is not None and groups.embedding.size > 1,
         sequence_parallel=frozenset(
             info.name for info in model.infos if info.sequence_parallel and info.name in names
@@ -258,7 +264,7 @@ def _children(
                     [p.index for p in mine],
                     {route.info.name: route for route in routing.routes},
                     plan,
-                    groups.domain(domain).exchange,
+                    groups.domain(domain),
                     _newton_schulz(config),
                 )
             )

@@ -22,6 +22,7 @@ from megatron_lw.errors import (
 )
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer import stats
+from megatron_lw.optimizer.loss_scaler import make_scaler
 from megatron_lw.optimizer.param_groups import (
     check_settings,
     explicit_group,
@@ -65,6 +66,14 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         self._explicit: list[ExplicitGroup] = []
         self._runtime = rebuild(())
         self._watch = Stopwatch(self._runtime.device)
+        self._scaler = make_scaler(
+            fp16=config.fp16,
+            loss_scale=config.loss_scale,
+            initial_loss_scale=config.initial_loss_scale,
+            min_loss_scale=config.min_loss_scale,
+            loss_scale_window=config.loss_scale_window,
+            hysteresis=config.hysteresis,
+        )
         self._broken: str | None = None
         self._stepped = False
         self._built = False
@@ -81,8 +90,8 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         """Reduce the gradients, measure, agree, clip, step the children and publish the weights.
 
         Returns:
-            Whether the weights were updated, the gradient norm before clipping (None if it is not
-            finite), and the number of zero gradient elements (None unless
+            Whether the weights were updated, the norm of the unscaled gradient before clipping
+            (None if it is not finite), and the number of zero gradient elements (None unless
             `config.log_num_zeros_in_grad`).
 
         Collective: per bucket one reduce-scatter and one all-gather over its reduce group and,
@@ -106,18 +115,27 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             measured = self._measure()
             for bucket in runtime.buckets:
                 bucket.spend()
-        if not self._accept(measured):
-            return False, measured.norm if measured.finite else None, measured.zeros
+        norm = measured.norm * self._scaler.inverse_scale
+        if not self._accept(measured, norm):
+            return False, norm if measured.finite else None, measured.zeros
         self._stepped = True
         with self._stage("clip"):
-            self._scale_gradients(measured.norm)
+            self._scale_gradients(norm)
         failure = self._step_children()
         with self._stage("agree"):
             self._agree_on(failure)
         with self._stage("publish"):
             for chunk in self.model_chunks:
                 chunk.publish()
-        return True, measured.norm, measured.zeros
+        return True, norm, measured.zeros
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for `backward`; the step divides it out again."""
+        return loss * self._scaler.scale
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """The loss scale: fp32 `[1]` on the model's device; 1 unless training is FP16."""
+        return torch.full((1,), self._scaler.scale, device=self._runtime.device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradient storage of all chunks.
@@ -185,28 +203,33 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             fingerprint=fingerprint(self.param_groups),
         )
 
-    def _accept(self, measured: stats.GradStats) -> bool:
-        """Whether to update; the same answer on every rank, as the statistics are the same."""
+    def _accept(self, measured: stats.GradStats, norm: float) -> bool:
+        """Whether to update; the same answer on every rank, as the statistics are the same.
+
+        In FP16 a gradient that is not finite is what a loss scale risks: the step is skipped, and
+        the scale adjusted.
+        """
         if not measured.settings_agree:
             raise PlanMismatchError(
                 "ranks came to step() with different settings in param_groups (lr, weight_decay "
                 "and the like); nothing was updated. Drive them by the same schedule on every rank"
             )
-        if not measured.finite:
-            if self.config.on_nonfinite == "raise":
-                raise NonFiniteError(
-                    f"the gradient is not finite in {', '.join(measured.nonfinite)}; nothing was "
-                    "updated. Look for the cause, or set on_nonfinite='skip' to skip such steps"
-                )
-            return False
-        return measured.norm <= self.config.grad_norm_skip_threshold
+        skips = self.config.fp16 or self.config.on_nonfinite == "skip"
+        if not measured.finite and not skips:
+            raise NonFiniteError(
+                f"the gradient is not finite in {', '.join(measured.nonfinite)}; nothing was "
+                "updated. Look for the cause, or set on_nonfinite='skip' to skip such steps"
+            )
+        self._scaler.update(not measured.finite)
+        return measured.finite and norm <= self.config.grad_norm_skip_threshold
 
     def _scale_gradients(self, norm: float) -> None:
-        """Clip."""
-        coefficient = stats.clip_coefficient(norm, self.config.clip_grad)
-        if coefficient < 1.0:
+        """Undo the loss scale, and clip."""
+        clip = stats.clip_coefficient(norm, self.config.clip_grad)
+        factor = clip * self._scaler.inverse_scale
+        if factor != 1.0:
             for bucket in self._runtime.buckets:
-                bucket.grad_row.mul_(coefficient)
+                bucket.grad_row.mul_(factor)
 
     def _step_children(self) -> Exception | None:
         """Step all children; a failure is kept, as other ranks wait for the children after it."""

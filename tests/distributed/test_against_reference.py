@@ -163,7 +163,7 @@ def test_every_rank_makes_the_same_calls():
     assert calls[0]["dp"]["reduce_scatter"] == 2 * buckets
     assert calls[0]["dp"]["all_gather"] == 2 * buckets
     assert calls[0]["grad_stats"] == {"all_reduce": 2}
-    assert 0 < calls[0]["tp_dp"]["all_to_all"] <= 2 * 2 * buckets
+    assert 0 < calls[0]["dp"]["all_to_all"] <= 2 * 2 * buckets
 
 
 def _train(shapes, config, bucket_size=None, steps=3, kind="integer", same_values=False):

@@ -76,9 +76,10 @@ BAD = [
     ({"bf16": "false"}, ("bf16='false'", "True or False")),
     ({"params_dtype": torch.float16}, ("params_dtype=torch.float16", "torch.bfloat16")),
     ({"params_dtype": torch.bfloat16}, ("params_dtype=torch.bfloat16", "set bf16=True")),
-    ({"fp16": True}, ("fp16=True", "bf16=True")),
+    ({"loss_scale": -1.0, "fp16": True}, ("loss_scale=-1.0", "> 0")),
     ({"fp16": True, "bf16": True}, ("bf16=True and fp16=True", "drop fp16")),
     ({"loss_scale": 1024.0}, ("loss_scale=1024.0", "FP16", "drop it")),
+    ({"params_dtype": torch.float16}, ("params_dtype=torch.float16", "fp16=True")),
     ({"decoupled_weight_decay": False}, ("decoupled_weight_decay=False", "AdamW")),
     ({"lr": 0.1, "min_lr": 0.2}, ("min_lr=0.2", "lr=0.1")),
     ({"decoupled_lr": 0.1, "min_lr": 0.2}, ("min_lr=0.2", "decoupled_lr=0.1")),
@@ -108,7 +109,7 @@ def test_a_value_out_of_range_is_refused_with_field_value_and_remedy(
 
 def test_every_problem_is_listed_in_one_error() -> None:
     with pytest.raises(ConfigError) as error:
-        OptimizerConfig(lr=-1.0, optimizer="soap", fp16=True)
+        OptimizerConfig(lr=-1.0, optimizer="soap", optimizer_cpu_offload=True)
     assert len(str(error.value).splitlines()) == 3
 
 

@@ -1,235 +1,210 @@
-"""The exchange: pieces of matrices to their owners, and the updates back.
+"""The exchange at run time: two all-to-alls between rows, and two between tensor-parallel ranks.
 
-The schedule is integers, computed once from the plan. Every rank of the exchange group
-(data-parallel rows x tensor-parallel ranks) has its own part of it, and all call the same two
-all-to-alls for a bucket in which anything moves. A piece is the part of one matrix in one row;
-where tensor parallelism divides the matrix, each tensor-parallel rank holds such a piece of its own
-shard, and where it replicates it, all hold the same piece, one of them sends it, and all receive
-the update. A matrix that lies wholly in its owner's row, undivided, is in no schedule: it never
-moves.
+All views are made once; a step packs, sends and unpacks them in one fused copy each. Both ends of a
+pair of ranks list the runs between them in the same order (by matrix, then by place), so a buffer
+needs no header.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from megatron_lw.distributed.collectives import Handle, all_to_all
 from megatron_lw.distributed.group import Group
 from megatron_lw.optimizer.boxes import Box, BoxPair
-from megatron_lw.optimizer.layout import BucketLayout
-from megatron_lw.optimizer.plan import OwnershipPlan
+from megatron_lw.optimizer.children.schedule import ExchangeSchedule, Piece, RowMatrix
 
+Shape = tuple[int, int]
 ShardBoxes = tuple[tuple[BoxPair, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of one matrix in one row; the same integers for every tensor-parallel rank.
+class Run(NamedTuple):
+    """A run of elements that goes to, or comes from, one rank.
 
     Attributes:
-        matrix: index of the matrix in the plan.
-        row: the row that holds it.
-        row_start: its first element in that row.
-        start: its first element in the flattened local matrix.
-        numel: elements.
-    """
-
-    matrix: int
-    row: int
-    row_start: int
-    start: int
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
-class Hop:
-    """A piece on its way between a row and its owner.
-
-    Attributes:
-        rank: the rank at the other end, in the exchange group.
-        shard: the tensor-parallel rank whose elements they are; 0 where the matrix is not divided.
-        piece: what travels.
+        rank: the other rank, in the group.
+        order: its place among the runs of that rank.
+        place: where the elements are, or belong.
     """
 
     rank: int
-    shard: int
-    piece: Piece
-
-    @property
-    def order(self) -> tuple[int, int, int, int]:
-        """Sort key: both ends of a pair of ranks list the hops between them in the same order."""
-        return (self.rank, self.piece.matrix, self.shard, self.piece.start)
+    order: tuple[int, int]
+    place: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class OwnedMatrix:
-    """A matrix that this rank orthogonalises.
-
-    Attributes:
-        matrix: index in the plan.
-        start: its first element in this rank's row (in place), or in the assembly buffer.
-        numel: elements of the whole matrix.
-        shards: tensor-parallel shards it is put together from.
-        in_place: whether it lies wholly and undivided in this rank's row.
-    """
-
-    matrix: int
-    start: int
-    numel: int
-    shards: int
-    in_place: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeSchedule:
-    """What one rank sends and receives for one bucket.
-
-    Attributes:
-        owned: matrices this rank orthogonalises.
-        kept: pieces in this rank's row of matrices that it assembles itself.
-        sent: pieces of its row that go to their owners.
-        received: pieces that come to it as the owner.
-        returned: updates that go from it, as the owner, to the rows.
-        landed: updates that come to its row.
-        assembly_numel: elements of the matrices that it assembles.
-        ranks: size of the exchange group.
-        active: whether anything moves for this bucket on any rank (equal on all ranks).
-    """
-
-    owned: tuple[OwnedMatrix, ...]
-    kept: tuple[Hop, ...]
-    sent: tuple[Hop, ...]
-    received: tuple[Hop, ...]
-    returned: tuple[Hop, ...]
-    landed: tuple[Hop, ...]
-    assembly_numel: int
-    ranks: int
-    active: bool
-
-
-def matrix_pieces(plan: OwnershipPlan, layout: BucketLayout, bucket: int) -> dict[int, list[Piece]]:
-    """The pieces of every matrix of a bucket, by matrix index, in row order."""
-    row_length = layout.row_lengths[0]
-    pieces: dict[int, list[Piece]] = {}
-    for i in np.flatnonzero(plan.matrix_bucket[plan.pieces.matrix] == bucket).tolist():
-        matrix, row = int(plan.pieces.matrix[i]), int(plan.pieces.row[i])
-        start = int(plan.pieces.start[i])
-        row_start = int(plan.matrix_offset[matrix]) + start - row * row_length
-        piece = Piece(matrix, row, row_start, start, int(plan.pieces.numel[i]))
-        pieces.setdefault(matrix, []).append(piece)
-    return pieces
-
-
-def schedule(plan: OwnershipPlan, layout: BucketLayout, bucket: int, rank: int) -> ExchangeSchedule:
-    """This rank's part in the exchange of one bucket.
+class Wire:
+    """A buffer that carries runs, ordered by rank.
 
     Args:
-        plan: the ownership plan of the bucket's domain.
-        layout: the bucket's layout.
-        bucket: its index in the plan.
-        rank: this rank in the exchange group: `row * tp + tensor-parallel rank`.
+        buffer: at least as long as all runs together.
+        runs: what it carries.
+        ranks: size of the group.
     """
-    owned: list[OwnedMatrix] = []
-    hops: dict[str, list[Hop]] = {k: [] for k in ("kept", "sent", "received", "returned", "landed")}
-    assembly = 0
-    active = False
-    for matrix, pieces in matrix_pieces(plan, layout, bucket).items():
-        owner = int(plan.owner[matrix])
-        local_numel = sum(piece.numel for piece in pieces)
-        divided = plan.params[int(plan.matrix_param[matrix])].sharded and plan.tp > 1
-        in_place = plan.tp == 1 and len(pieces) == 1 and pieces[0].row == owner
-        shards = plan.tp if divided else 1
-        if owner == rank:
-            start = pieces[0].row_start if in_place else assembly
-            owned.append(OwnedMatrix(matrix, start, shards * local_numel, shards, in_place))
-            assembly += 0 if in_place else shards * local_numel
-        if not in_place:
-            active = True
-            for piece in pieces:
-                _add_hops(hops, piece, owner, rank, plan.tp, divided)
-    return ExchangeSchedule(
-        owned=tuple(owned),
-        **{name: tuple(sorted(found, key=lambda hop: hop.order)) for name, found in hops.items()},
-        assembly_numel=assembly,
-        ranks=plan.dp * plan.tp,
-        active=active,
-    )
+
+    def __init__(self, buffer: torch.Tensor, runs: Iterable[Run], ranks: int) -> None:
+        ordered = sorted(runs, key=lambda run: (run.rank, run.order))
+        self.splits = [0] * ranks
+        for run in ordered:
+            self.splits[run.rank] += run.place.numel()
+        self.buffer = buffer[: sum(self.splits)]
+        self._places = [run.place for run in ordered]
+        self._parts = list(self.buffer.split([p.numel() for p in self._places]))
+
+    def pack(self) -> None:
+        """Copy the elements from their places into the buffer."""
+        copy_all(self._parts, self._places)
+
+    def unpack(self) -> None:
+        """Copy the elements from the buffer to their places."""
+        copy_all(self._places, self._parts)
 
 
-def _add_hops(
-    hops: Mapping[str, list[Hop]], piece: Piece, owner: int, rank: int, tp: int, divided: bool
-) -> None:
-    """Add what `rank` has to do with one piece of a matrix that does not stay in place.
-
-    Of tensor-parallel replicas the one in the owner's own tensor-parallel place sends.
-    """
-    for t in range(tp):
-        holder = piece.row * tp + t
-        shard = t if divided else 0
-        sends = divided or t == owner % tp
-        if holder == owner == rank:
-            hops["kept"].append(Hop(owner, shard, piece))
-        elif holder == rank:
-            if sends:
-                hops["sent"].append(Hop(owner, shard, piece))
-            hops["landed"].append(Hop(owner, shard, piece))
-        elif owner == rank and holder != owner:
-            if sends:
-                hops["received"].append(Hop(holder, shard, piece))
-            hops["returned"].append(Hop(holder, shard, piece))
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its target, in one fused call."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 class ExchangeBuffers:
     """Workspace for the exchange of one bucket at a time, large enough for any of `schedules`.
 
     Attributes:
-        shards: matrices this rank assembles, shard after shard.
-        whole: the same matrices in their global order, where that differs.
-        at_row: what leaves and reaches this rank's row.
-        at_owner: what reaches and leaves this rank as an owner.
+        assembly: local parts of matrices that are put together in this row.
+        shards: whole matrices that this rank owns, shard after shard.
+        whole: the same in their global order, where that differs.
+        outer, inner: what leaves a rank and what reaches it, in turn; used by both stages.
     """
 
     def __init__(
-        self, schedules: Iterable[ExchangeSchedule], dtype: torch.dtype, device: torch.device
+        self,
+        schedules: Sequence[ExchangeSchedule],
+        tensor: Group,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        plans = list(schedules)
-        sizes = (
-            max((p.assembly_numel for p in plans), default=0),
-            max((p.assembly_numel for p in plans if any(m.shards > 1 for m in p.owned)), default=0),
-            max((max(_numel(p.sent), _numel(p.landed)) for p in plans), default=0),
-            max((max(_numel(p.received), _numel(p.returned)) for p in plans), default=0),
-        )
-        self.shards, self.whole, self.at_row, self.at_owner = (
-            torch.empty(size, dtype=dtype, device=device) for size in sizes
-        )
+        def longest(size: Callable[[ExchangeSchedule], int]) -> torch.Tensor:
+            numel = max(map(size, schedules), default=0)
+            return torch.empty(numel, dtype=dtype, device=device)
+
+        def owned(plan: ExchangeSchedule) -> int:
+            return sum(m.numel * tensor.size for m in plan.gathered if _is_put_together(m, tensor))
+
+        def through_tensor(plan: ExchangeSchedule) -> int:
+            return sum(m.numel for m in plan.gathered) * (tensor.size - 1) if tensor.size > 1 else 0
+
+        def at_row(plan: ExchangeSchedule) -> int:
+            return max(sum(t.piece.numel for t in plan.leaving), through_tensor(plan))
+
+        def at_owner(plan: ExchangeSchedule) -> int:
+            return max(sum(t.piece.numel for t in plan.arriving), through_tensor(plan))
+
+        self.assembly = longest(lambda plan: plan.assembly_numel)
+        self.shards = longest(owned)
+        self.whole = longest(owned)
+        self.outer = longest(at_row)
+        self.inner = longest(at_owner)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(b.nbytes for b in (self.shards, self.whole, self.at_row, self.at_owner))
+        buffers = (self.assembly, self.shards, self.whole, self.outer, self.inner)
+        return sum(buffer.nbytes for buffer in buffers)
 
 
-class _Leg(NamedTuple):
-    """One way of the exchange from this rank's point of view."""
+class RowExchange:
+    """Between rows, over data parallelism: pieces to the owner's row, updates back.
 
-    hops: tuple[Hop, ...]
-    numel: int
-    splits: list[int]
-
-
-class Exchange:
-    """Carries one bucket's matrices to their owners and the updates back.
+    Args:
+        plan: what moves.
+        group: the reduce group; rank r of it has row r.
+        buffers: workspace.
+        row: this rank's row of inputs, later of updates, in the exchange dtype.
 
     Attributes:
-        schedule: what moves.
-        matrices: matrix index -> `[rows, cols]` in global order, for the matrices that this rank
-            assembles. Aliases the buffers, so it is valid from `assemble` until they serve another
-            bucket; what is written there is what `start_back` sends.
+        local: matrix index -> the flat local part of a matrix that is put together in this row.
+    """
+
+    def __init__(
+        self, plan: ExchangeSchedule, group: Group, buffers: ExchangeBuffers, row: torch.Tensor
+    ) -> None:
+        self._group = group
+        self._active = plan.active
+        self.local: dict[int, torch.Tensor] = {}
+        for m in plan.gathered:
+            source = row if m.in_place else buffers.assembly
+            self.local[m.matrix] = source[m.start : m.start + m.numel]
+
+        def in_row(piece: Piece) -> torch.Tensor:
+            return row[piece.row_start : piece.row_start + piece.numel]
+
+        def in_local(piece: Piece) -> torch.Tensor:
+            return self.local[piece.matrix][piece.start : piece.start + piece.numel]
+
+        self._kept_in_row = [in_row(piece) for piece in plan.kept]
+        self._kept_in_local = [in_local(piece) for piece in plan.kept]
+        leaving = [
+            (t, Run(t.owner_row, (t.piece.matrix, t.piece.start), in_row(t.piece)))
+            for t in plan.leaving
+        ]
+        arriving = [
+            (t, Run(t.piece.row, (t.piece.matrix, t.piece.start), in_local(t.piece)))
+            for t in plan.arriving
+        ]
+        rows = plan.rows
+        self._sent = Wire(buffers.outer, [run for t, run in leaving if t.goes_out], rows)
+        self._received = Wire(buffers.inner, [run for t, run in arriving if t.goes_out], rows)
+        self._returned = Wire(buffers.inner, [run for _, run in arriving], rows)
+        self._landed = Wire(buffers.outer, [run for _, run in leaving], rows)
+
+    def start_out(self, label: str) -> Handle:
+        """Send this row's pieces to their owners' rows.
+
+        Collective: all-to-all over the reduce group, on every rank, if the bucket is active;
+        returns before it is done.
+        """
+        if not self._active:
+            return Handle()
+        self._sent.pack()
+        return _swap(self._received, self._sent, self._group, f"exchange, {label}")
+
+    def finish_out(self) -> None:
+        """Put received and own pieces together in `local`."""
+        self._received.unpack()
+        copy_all(self._kept_in_local, self._kept_in_row)
+
+    def start_back(self, label: str) -> Handle:
+        """Send the updates in `local` back to the rows; this row's own pieces are there at once.
+
+        Collective: as `start_out`.
+        """
+        if not self._active:
+            return Handle()
+        copy_all(self._kept_in_row, self._kept_in_local)
+        self._returned.pack()
+        return _swap(self._landed, self._returned, self._group, f"return of updates, {label}")
+
+    def finish_back(self) -> None:
+        """Put the updates that came back into this rank's row."""
+        self._landed.unpack()
+
+
+class TensorExchange:
+    """Inside a row, over tensor parallelism: shards to the owner, updates back.
+
+    Args:
+        plan: what is put together in this row.
+        group: the tensor-parallel group.
+        buffers: workspace.
+        local: matrix index -> flat local part, see `RowExchange.local`.
+        shapes: matrix index -> rows and columns of the whole matrix.
+        boxes: matrix index -> where each shard lies in it, for divided matrices.
+
+    Attributes:
+        matrices: matrix index -> `[rows, columns]` of the matrices that this rank owns; what is
+            written there is what `start_back` sends.
     """
 
     def __init__(
@@ -237,131 +212,113 @@ class Exchange:
         plan: ExchangeSchedule,
         group: Group,
         buffers: ExchangeBuffers,
-        shapes: Mapping[int, tuple[int, int]],
+        local: Mapping[int, torch.Tensor],
+        shapes: Mapping[int, Shape],
         boxes: Mapping[int, ShardBoxes],
     ) -> None:
-        self.schedule = plan
         self._group = group
-        self._buffers = buffers
-        self._sent, self._received, self._returned, self._landed = (
-            _Leg(hops, _numel(hops), _splits(hops, plan.ranks))
-            for hops in (plan.sent, plan.received, plan.returned, plan.landed)
-        )
-        self._flats: dict[tuple[int, int], torch.Tensor] = {}
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._active = group.size > 1
+        self._local = local
         self.matrices: dict[int, torch.Tensor] = {}
-        for owned in plan.owned:
-            if not owned.in_place:
-                self._place(owned, shapes[owned.matrix], boxes.get(owned.matrix, ()))
+        self._ordering: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._own_shards: list[tuple[torch.Tensor, torch.Tensor]] = []
+        out_sent: list[Run] = []
+        out_received: list[Run] = []
+        back_returned: list[Run] = []
+        back_landed: list[Run] = []
+        cursor = 0
+        for m in plan.gathered:
+            order = (m.matrix, 0)
+            if m.owner != group.rank:
+                run = Run(m.owner, order, local[m.matrix])
+                out_sent += [run] if m.divided else []
+                back_landed.append(run)
+                continue
+            if not _is_put_together(m, group):
+                self.matrices[m.matrix] = local[m.matrix].view(shapes[m.matrix])
+                back_returned += [Run(t, order, local[m.matrix]) for t in _others(group)]
+                continue
+            span = slice(cursor, cursor + m.numel * group.size)
+            cursor = span.stop
+            shards = buffers.shards[span].chunk(group.size)
+            self._own_shards.append((shards[group.rank], local[m.matrix]))
+            runs = [Run(t, order, shards[t]) for t in _others(group)]
+            out_received += runs
+            back_returned += runs
+            self._order(m, buffers.shards[span], buffers.whole[span], shapes, boxes)
+        self._sent = Wire(buffers.outer, out_sent, group.size)
+        self._received = Wire(buffers.inner, out_received, group.size)
+        self._returned = Wire(buffers.inner, back_returned, group.size)
+        self._landed = Wire(buffers.outer, back_landed, group.size)
 
-    def start_out(self, row: torch.Tensor, *, label: str = "") -> Handle:
-        """Send this row's pieces to their owners.
+    def start_out(self, label: str) -> Handle:
+        """Send this rank's shards to their owners.
 
-        Args:
-            row: `[row_length]` in the exchange dtype.
-            label: what messages call the bucket.
-
-        Collective: all-to-all over the exchange group, on every rank, if the bucket is active;
-        returns before it is done.
+        Collective: all-to-all over the tensor-parallel group, on every rank, if it has more than
+        one; returns before it is done.
         """
-        if not self.schedule.active:
+        if not self._active:
             return Handle()
-        outgoing = self._buffers.at_row[: self._sent.numel]
-        for hop, wire in _along(outgoing, self._sent.hops):
-            wire.copy_(_part(row, hop.piece))
-        incoming = self._buffers.at_owner[: self._received.numel]
-        return all_to_all(
-            incoming,
-            outgoing,
-            self._received.splits,
-            self._sent.splits,
-            self._group,
-            async_op=True,
-            label=f"exchange, {label}",
-        )
+        self._sent.pack()
+        return _swap(self._received, self._sent, self._group, f"exchange of shards, {label}")
 
-    def assemble(self, row: torch.Tensor) -> None:
-        """Put received and own pieces together in `matrices`."""
-        for hop, wire in _along(self._buffers.at_owner, self._received.hops):
-            self._at(hop).copy_(wire)
-        for hop in self.schedule.kept:
-            self._at(hop).copy_(_part(row, hop.piece))
-        for shard_box, global_box in self._copies:
-            global_box.copy_(shard_box)
+    def finish_out(self) -> None:
+        """Put the shards together in `matrices`."""
+        self._received.unpack()
+        copy_all(*_columns(self._own_shards))
+        copy_all(*_columns(self._ordering))
 
-    def start_back(self, row: torch.Tensor, *, label: str = "") -> Handle:
-        """Send the updates in `matrices` to the rows; this row's own pieces are there at once.
+    def start_back(self, label: str) -> Handle:
+        """Send the updates in `matrices` to the other tensor-parallel ranks.
 
-        Collective: all-to-all over the exchange group, on every rank, if the bucket is active;
-        returns before it is done.
+        Collective: as `start_out`.
         """
-        if not self.schedule.active:
+        if not self._active:
             return Handle()
-        for shard_box, global_box in self._copies:
-            shard_box.copy_(global_box)
-        for hop in self.schedule.kept:
-            _part(row, hop.piece).copy_(self._at(hop))
-        outgoing = self._buffers.at_owner[: self._returned.numel]
-        for hop, wire in _along(outgoing, self._returned.hops):
-            wire.copy_(self._at(hop))
-        incoming = self._buffers.at_row[: self._landed.numel]
-        return all_to_all(
-            incoming,
-            outgoing,
-            self._landed.splits,
-            self._returned.splits,
-            self._group,
-            async_op=True,
-            label=f"return of updates, {label}",
-        )
+        wholes, shards = _columns(self._ordering)
+        copy_all(shards, wholes)
+        own_shards, local = _columns(self._own_shards)
+        copy_all(local, own_shards)
+        self._returned.pack()
+        return _swap(self._landed, self._returned, self._group, f"return of shards, {label}")
 
-    def disassemble(self, row: torch.Tensor) -> None:
-        """Put the updates that came back into this rank's row."""
-        for hop, wire in _along(self._buffers.at_row, self._landed.hops):
-            _part(row, hop.piece).copy_(wire)
+    def finish_back(self) -> None:
+        """Put the updates that came back into the local parts."""
+        self._landed.unpack()
 
-    def _place(self, owned: OwnedMatrix, shape: tuple[int, int], boxes: ShardBoxes) -> None:
-        """Give a matrix its place in the buffers, and find the copies that order its shards."""
-        run = slice(owned.start, owned.start + owned.numel)
-        flat = self._buffers.shards[run]
-        for shard, part in enumerate(flat.chunk(owned.shards)):
-            self._flats[owned.matrix, shard] = part
-        if all(_is_row_block(pairs, shape) for pairs in boxes):
-            self.matrices[owned.matrix] = flat.view(shape)
+    def _order(
+        self,
+        m: RowMatrix,
+        shards: torch.Tensor,
+        whole: torch.Tensor,
+        shapes: Mapping[int, Shape],
+        boxes: Mapping[int, ShardBoxes],
+    ) -> None:
+        """Note the copies that turn shards into the matrix; none where shards are runs of rows."""
+        shape = shapes[m.matrix]
+        if all(len(p) == 1 and p[0].world.shape[1] == shape[1] for p in boxes[m.matrix]):
+            self.matrices[m.matrix] = shards.view(shape)
             return
-        whole = self._buffers.whole[run].view(shape)
-        self.matrices[owned.matrix] = whole
-        for shard, pairs in enumerate(boxes):
+        self.matrices[m.matrix] = whole.view(shape)
+        for shard, pairs in zip(shards.chunk(self._group.size), boxes[m.matrix], strict=True):
             rows = max(p.local.start[0] + p.local.shape[0] for p in pairs)
-            local = self._flats[owned.matrix, shard].view(rows, -1)
-            self._copies += [(_box(local, p.local), _box(whole, p.world)) for p in pairs]
-
-    def _at(self, hop: Hop) -> torch.Tensor:
-        flat = self._flats[hop.piece.matrix, hop.shard]
-        return flat[hop.piece.start : hop.piece.start + hop.piece.numel]
+            for pair in pairs:
+                target = _box(self.matrices[m.matrix], pair.world)
+                self._ordering.append((target, _box(shard.view(rows, -1), pair.local)))
 
 
-def _numel(hops: tuple[Hop, ...]) -> int:
-    return sum(hop.piece.numel for hop in hops)
+def _is_put_together(m: RowMatrix, tensor: Group) -> bool:
+    return m.owner == tensor.rank and m.divided and tensor.size > 1
 
 
-def _splits(hops: tuple[Hop, ...], ranks: int) -> list[int]:
-    splits = [0] * ranks
-    for hop in hops:
-        splits[hop.rank] += hop.piece.numel
-    return splits
+def _others(group: Group) -> list[int]:
+    return [rank for rank in range(group.size) if rank != group.rank]
 
 
-def _along(wire: torch.Tensor, hops: tuple[Hop, ...]) -> Iterator[tuple[Hop, torch.Tensor]]:
-    """Each hop with its run of a buffer that holds them one after another."""
-    cursor = 0
-    for hop in hops:
-        yield hop, wire[cursor : cursor + hop.piece.numel]
-        cursor += hop.piece.numel
-
-
-def _part(row: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return row[piece.row_start : piece.row_start + piece.numel]
+def _columns(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return [first for first, _ in pairs], [second for _, second in pairs]
 
 
 def _box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -369,6 +326,13 @@ def _box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[row : row + rows, col : col + cols]
 
 
-def _is_row_block(pairs: tuple[BoxPair, ...], shape: tuple[int, int]) -> bool:
-    """Whether a shard is one run of whole rows, so that shards in order are the matrix in order."""
-    return len(pairs) == 1 and pairs[0].world.shape[1] == shape[1]
+def _swap(incoming: Wire, outgoing: Wire, group: Group, label: str) -> Handle:
+    return all_to_all(
+        incoming.buffer,
+        outgoing.buffer,
+        incoming.splits,
+        outgoing.splits,
+        group,
+        async_op=True,
+        label=label,
+    )

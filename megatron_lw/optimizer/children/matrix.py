@@ -1,32 +1,33 @@
 """`MatrixChild`: steps buckets of matrices, each whole matrix at its owner.
 
-Per bucket there are three parts, and the parts of neighbouring buckets interleave so that the
+A bucket passes through five parts, and the parts of neighbouring buckets interleave so that the
 exchange of one runs under the Newton-Schulz iteration of the bucket before:
 
-    begin(b)    momentum in the rows; pieces of cut matrices leave for their owners
-    compute(b)  the owner orthogonalises its matrices; updates of cut ones leave for their rows
-    apply(b)    weight decay and update in the rows
+    begin      momentum in the rows; pieces of cut matrices leave for their owners' rows
+    gather     pieces are put together; tensor-parallel shards leave for the owners
+    compute    the owner orthogonalises its matrices; updates leave for the other shards
+    scatter    updates of cut matrices leave for their rows
+    apply      weight decay and update in the rows
 
-    order: begin 0 | begin 1, compute 0 | begin 2, compute 1, apply 0 | ...
+    order: begin 0 | begin 1, gather 0 | begin 2, gather 1, compute 0 | ...
 
-The update is rounded to the exchange dtype whether or not it travelled, so cutting changes no
-number.
+Without tensor parallelism gather, compute and scatter are one part. The update is rounded to the
+exchange dtype whether or not it travelled, so cutting changes no number.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from megatron_lw.distributed.collectives import Handle
-from megatron_lw.distributed.group import Group
 from megatron_lw.errors import CommunicationError, StateError
+from megatron_lw.groups import DomainGroups
 from megatron_lw.optimizer.children.base import (
     GroupRange,
     ParamGroup,
@@ -34,39 +35,42 @@ from megatron_lw.optimizer.children.base import (
     state_rows_like,
 )
 from megatron_lw.optimizer.children.exchange import (
-    Exchange,
     ExchangeBuffers,
-    ExchangeSchedule,
+    RowExchange,
+    Shape,
     ShardBoxes,
-    matrix_pieces,
-    schedule,
+    TensorExchange,
 )
 from megatron_lw.optimizer.children.newton_schulz import BATCH_BELOW, NewtonSchulz
 from megatron_lw.optimizer.children.ns_workspace import workspace_numel
+from megatron_lw.optimizer.children.schedule import (
+    ExchangeSchedule,
+    Piece,
+    matrix_pieces,
+    schedule,
+)
 from megatron_lw.optimizer.masters import MasterRow
 from megatron_lw.optimizer.plan import OwnershipPlan
 from megatron_lw.optimizer.routing import Route
 
-_IN_FLIGHT = 3
 _BATCH_WORKSPACE = 1 << 26
-Shape = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """The part of one matrix in this rank's row.
+    """The matrices of one parameter group and shape in this rank's row.
 
     Attributes:
-        start: first element in the row.
-        stop: one past the last.
-        group: name of its parameter group.
-        shape: rows and columns of the whole (global) matrix.
+        group: name of the parameter group.
+        shape: rows and columns of each whole (global) matrix.
+        weights: views of the master row, one a matrix.
+        updates: views of the workspace row, one a matrix.
     """
 
-    start: int
-    stop: int
     group: str
     shape: Shape
+    weights: tuple[torch.Tensor, ...]
+    updates: tuple[torch.Tensor, ...]
 
 
 @dataclass(slots=True)
@@ -76,27 +80,32 @@ class MatrixBucket:
     Attributes:
         master: its fp32 row.
         momentum: fp32 row.
-        parts: matrices in this row.
-        ranges: runs of one parameter group.
         row: workspace row in the exchange dtype: Newton-Schulz inputs, then updates.
-        exchange: carries its cut matrices.
-        shapes: matrix index -> rows and columns, for the matrices that this rank owns.
+        ranges: runs of one parameter group.
+        parts: matrices in this row, by group and shape.
+        rows: carries pieces between rows.
+        tensor: carries shards between tensor-parallel ranks.
+        owned: matrices that this rank orthogonalises, `[rows, columns]`, by shape.
         handle: the all-to-all under way.
     """
 
     master: MasterRow
     momentum: torch.Tensor
-    parts: tuple[RowPart, ...]
-    ranges: tuple[GroupRange, ...]
     row: torch.Tensor
-    exchange: Exchange
-    shapes: Mapping[int, Shape]
+    ranges: tuple[GroupRange, ...]
+    parts: tuple[RowPart, ...]
+    rows: RowExchange
+    tensor: TensorExchange
+    owned: tuple[list[torch.Tensor], ...]
     handle: Handle = field(default_factory=Handle)
 
     @property
     def label(self) -> str:
         """What messages call it."""
         return self.master.bucket.label
+
+
+Part = Callable[[MatrixBucket, Mapping[str, ParamGroup]], None]
 
 
 class MatrixChild(ABC):
@@ -107,8 +116,12 @@ class MatrixChild(ABC):
         bucket_indices: index of each of them in the plan.
         routes: parameter name -> its route: parameter group and matrix view.
         plan: owners and pieces.
-        group: the exchange group.
+        groups: of the plan's domain: pieces travel over `reduce`, shards over `tensor`.
         newton_schulz: the iteration; its dtype is the exchange dtype.
+
+    Attributes:
+        num_orthogonalised: matrices that this rank orthogonalised in the last step.
+        workspace_nbytes: bytes allocated besides states.
     """
 
     name = "matrix"
@@ -120,31 +133,29 @@ class MatrixChild(ABC):
         bucket_indices: Sequence[int],
         routes: Mapping[str, Route],
         plan: OwnershipPlan,
-        group: Group,
+        groups: DomainGroups,
         newton_schulz: NewtonSchulz,
     ) -> None:
         self.num_steps = 0
         self.num_orthogonalised = 0
         self._failure: StateError | None = None
         self._newton_schulz = newton_schulz
-        schedules = [
-            schedule(plan, master.bucket.layout, index, group.rank)
+        middle: list[Part] = [self._gather, self._compute, self._scatter]
+        separate = groups.tensor.size > 1
+        self._stages: list[list[Part]] = [
+            [self._begin],
+            *([[part] for part in middle] if separate else [middle]),
+            [self._apply],
+        ]
+        places = [
+            matrix_pieces(plan, master.bucket.layout, index)
             for master, index in zip(masters, bucket_indices, strict=True)
         ]
-        rows, buffers = self._allocate(plan, masters, schedules)
-        momenta = state_rows_like(masters)
-        group_of = {name: route.group.name for name, route in routes.items()}
+        schedules = [schedule(plan, p, groups.reduce.rank, groups.tensor.rank) for p in places]
+        self._allocate(plan, masters, schedules, groups)
         self._buckets = [
-            MatrixBucket(
-                master=master,
-                momentum=momenta[i],
-                parts=_row_parts(plan, master, index, group_of),
-                ranges=group_ranges(master, group_of),
-                row=rows[i % _IN_FLIGHT][: master.row.numel()],
-                exchange=_exchange(plan, schedules[i], group, buffers[i % _IN_FLIGHT], routes),
-                shapes={m.matrix: _shape(plan, m.matrix) for m in schedules[i].owned},
-            )
-            for i, (master, index) in enumerate(zip(masters, bucket_indices, strict=True))
+            self._bucket(i, master, places[i], schedules[i], plan, routes, groups)
+            for i, master in enumerate(masters)
         ]
 
     def _allocate(
@@ -152,21 +163,65 @@ class MatrixChild(ABC):
         plan: OwnershipPlan,
         masters: Sequence[MasterRow],
         schedules: Sequence[ExchangeSchedule],
-    ) -> tuple[list[torch.Tensor], list[ExchangeBuffers]]:
+        groups: DomainGroups,
+    ) -> None:
         """Workspace for the buckets in flight, allocated once."""
-        slots = min(_IN_FLIGHT, len(masters))
+        in_flight = min(len(self._stages), len(masters))
         longest = max((m.row.numel() for m in masters), default=0)
         device = masters[0].row.device if masters else torch.device("cpu")
         dtype = self._newton_schulz.dtype
-        rows = [torch.zeros(longest, dtype=dtype, device=device) for _ in range(slots)]
-        buffers = [ExchangeBuffers(schedules, dtype, device) for _ in range(slots)]
+        self._rows = [torch.zeros(longest, dtype=dtype, device=device) for _ in range(in_flight)]
+        self._buffers = [
+            ExchangeBuffers(schedules, groups.tensor, dtype, device) for _ in range(in_flight)
+        ]
         self._scratch = torch.zeros(longest, dtype=torch.float32, device=device)
-        needed = max((_iteration_workspace(plan, s) for s in schedules), default=0)
+        needed = max((_iteration_workspace(plan, s, groups) for s in schedules), default=0)
         self._workspace = torch.empty(needed, dtype=dtype, device=device)
-        tensors = [*rows, self._scratch, self._workspace]
-        self.workspace_nbytes = sum(t.numel() * t.element_size() for t in tensors)
-        self.workspace_nbytes += sum(b.nbytes for b in buffers)
-        return rows, buffers
+        tensors = [*self._rows, self._scratch, self._workspace]
+        self.workspace_nbytes = sum(t.nbytes for t in tensors)
+        self.workspace_nbytes += sum(b.nbytes for b in self._buffers)
+
+    def _bucket(
+        self,
+        position: int,
+        master: MasterRow,
+        pieces: Mapping[int, Sequence[Piece]],
+        plan_part: ExchangeSchedule,
+        plan: OwnershipPlan,
+        routes: Mapping[str, Route],
+        groups: DomainGroups,
+    ) -> MatrixBucket:
+        """Make all views of one bucket, once."""
+        slot = position % len(self._rows)
+        row = self._rows[slot][: master.row.numel()]
+        shapes: dict[int, Shape] = {}
+        boxes: dict[int, ShardBoxes] = {}
+        of_group: dict[int, str] = {}
+        for matrix in pieces:
+            route = routes[plan.params[int(plan.matrix_param[matrix])].name]
+            view = route.matrix
+            if view is None:
+                raise StateError(f"parameter {route.info.name!r} is in a bucket of matrices")
+            shapes[matrix] = (view.rows, view.cols)
+            boxes[matrix] = view.shard_boxes(groups.tensor.size)
+            of_group[matrix] = route.group.name
+        buffers = self._buffers[slot]
+        rows = RowExchange(plan_part, groups.reduce, buffers, row)
+        tensor = TensorExchange(plan_part, groups.tensor, buffers, rows.local, shapes, boxes)
+        owned: dict[Shape, list[torch.Tensor]] = {}
+        for matrix, whole in tensor.matrices.items():
+            owned.setdefault(shapes[matrix], []).append(whole)
+        mine = [p for found in pieces.values() for p in found if p.row == groups.reduce.rank]
+        return MatrixBucket(
+            master=master,
+            momentum=state_rows_like([master])[0],
+            row=row,
+            ranges=group_ranges(master, {name: r.group.name for name, r in routes.items()}),
+            parts=_row_parts(mine, shapes, of_group, master.row, row),
+            rows=rows,
+            tensor=tensor,
+            owned=tuple(owned.values()),
+        )
 
     @property
     def num_buckets(self) -> int:
@@ -177,34 +232,23 @@ class MatrixChild(ABC):
     def step(self, groups: Mapping[str, ParamGroup]) -> None:
         """See `Child.step`.
 
-        Collective: two all-to-alls over the exchange group for each bucket with cut matrices, on
-        every rank in the same order.
+        Collective: for each bucket with cut matrices two all-to-alls over the reduce group, and
+        with tensor parallelism two over the tensor-parallel group, on every rank in the same order.
+
+        Raises:
+            StateError: a computation failed; after all exchanges of the step, for which the other
+                ranks wait.
         """
         self.num_steps += 1
         self.num_orthogonalised = 0
         self._failure = None
-        buckets = self._buckets
-        for i in range(len(buckets) + 2):
-            if i < len(buckets):
-                self._begin(buckets[i], groups)
-            if 0 <= i - 1 < len(buckets):
-                self._compute(buckets[i - 1])
-            if 0 <= i - 2 < len(buckets):
-                self._apply(buckets[i - 2], groups)
+        for tick in range(len(self._buckets) + len(self._stages) - 1):
+            for delay, parts in enumerate(self._stages):
+                if 0 <= tick - delay < len(self._buckets):
+                    for part in parts:
+                        part(self._buckets[tick - delay], groups)
         if self._failure is not None:
             raise self._failure
-
-    @contextmanager
-    def _guarded(self, bucket: MatrixBucket) -> Iterator[None]:
-        """Keep the first failure for the end of the step: other ranks wait for our exchanges."""
-        try:
-            yield
-        except CommunicationError:
-            raise
-        except Exception as error:
-            failure = StateError(f"{bucket.label}: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._failure = self._failure or failure
 
     def state_rows(self, bucket: int) -> Mapping[str, torch.Tensor]:
         """See `Child.state_rows`."""
@@ -240,90 +284,84 @@ class MatrixChild(ABC):
                 self.update_momentum(
                     bucket.momentum[run], grads[run], bucket.row[run], groups[part.group]
                 )
-        bucket.handle = bucket.exchange.start_out(bucket.row, label=bucket.label)
+        bucket.handle = bucket.rows.start_out(bucket.label)
 
-    def _compute(self, bucket: MatrixBucket) -> None:
+    def _gather(self, bucket: MatrixBucket, groups: Mapping[str, ParamGroup]) -> None:
         bucket.handle.wait()
+        bucket.rows.finish_out()
+        bucket.handle = bucket.tensor.start_out(bucket.label)
+
+    def _compute(self, bucket: MatrixBucket, groups: Mapping[str, ParamGroup]) -> None:
+        bucket.handle.wait()
+        bucket.tensor.finish_out()
         with self._guarded(bucket):
-            bucket.exchange.assemble(bucket.row)
-            for matrices in self._owned_by_shape(bucket).values():
+            for matrices in bucket.owned:
                 self._newton_schulz.orthogonalise(matrices, matrices, self._workspace)
                 self.num_orthogonalised += len(matrices)
-        bucket.handle = bucket.exchange.start_back(bucket.row, label=bucket.label)
+        bucket.handle = bucket.tensor.start_back(bucket.label)
 
-    def _owned_by_shape(self, bucket: MatrixBucket) -> dict[Shape, list[torch.Tensor]]:
-        """What this rank orthogonalises: `[rows, cols]` in the exchange dtype, by shape."""
-        by_shape: dict[Shape, list[torch.Tensor]] = {}
-        for matrix in bucket.exchange.schedule.owned:
-            shape = bucket.shapes[matrix.matrix]
-            if matrix.in_place:
-                whole = bucket.row[matrix.start : matrix.start + matrix.numel].view(shape)
-            else:
-                whole = bucket.exchange.matrices[matrix.matrix]
-            by_shape.setdefault(shape, []).append(whole)
-        return by_shape
+    def _scatter(self, bucket: MatrixBucket, groups: Mapping[str, ParamGroup]) -> None:
+        bucket.handle.wait()
+        bucket.tensor.finish_back()
+        bucket.handle = bucket.rows.start_back(bucket.label)
 
     def _apply(self, bucket: MatrixBucket, groups: Mapping[str, ParamGroup]) -> None:
         bucket.handle.wait()
+        bucket.rows.finish_back()
         with self._guarded(bucket):
-            bucket.exchange.disassemble(bucket.row)
-            master = bucket.master.row
             for part in bucket.parts:
                 group = groups[part.group]
                 lr, decay = float(group["lr"]), float(group["weight_decay"])
-                weights = master[part.start : part.stop]
-                weights.mul_(1.0 - lr * decay)
-                scale = self.scale(part.shape, group)
-                weights.add_(bucket.row[part.start : part.stop], alpha=-lr * scale)
+                step = -lr * self.scale(part.shape, group)
+                torch._foreach_mul_(part.weights, 1.0 - lr * decay)
+                torch._foreach_add_(part.weights, part.updates, alpha=step)
+
+    @contextmanager
+    def _guarded(self, bucket: MatrixBucket) -> Iterator[None]:
+        """Keep the first failure for the end of the step: other ranks wait for our exchanges."""
+        try:
+            yield
+        except CommunicationError:
+            raise
+        except Exception as error:
+            failure = StateError(f"{bucket.label}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._failure = self._failure or failure
 
 
-def _exchange(
-    plan: OwnershipPlan,
-    bucket: ExchangeSchedule,
-    group: Group,
-    buffers: ExchangeBuffers,
-    routes: Mapping[str, Route],
-) -> Exchange:
-    shapes: dict[int, Shape] = {}
-    boxes: dict[int, ShardBoxes] = {}
-    for owned in bucket.owned:
-        shapes[owned.matrix] = _shape(plan, owned.matrix)
-        view = routes[plan.params[int(plan.matrix_param[owned.matrix])].name].matrix
-        if view is not None and owned.shards > 1:
-            boxes[owned.matrix] = view.shard_boxes(owned.shards)
-    return Exchange(bucket, group, buffers, shapes, boxes)
+def _row_parts(
+    pieces: Sequence[Piece],
+    shapes: Mapping[int, Shape],
+    of_group: Mapping[int, str],
+    master: torch.Tensor,
+    row: torch.Tensor,
+) -> tuple[RowPart, ...]:
+    """The pieces of a row by group and shape, so that one fused call steps each kind."""
+    kinds: dict[tuple[str, Shape], list[slice]] = {}
+    for piece in pieces:
+        kind = (of_group[piece.matrix], shapes[piece.matrix])
+        run = slice(piece.row_start, piece.row_start + piece.numel)
+        kinds.setdefault(kind, []).append(run)
+    return tuple(
+        RowPart(group, shape, tuple(master[run] for run in runs), tuple(row[run] for run in runs))
+        for (group, shape), runs in kinds.items()
+    )
 
 
-def _iteration_workspace(plan: OwnershipPlan, bucket: ExchangeSchedule) -> int:
+def _iteration_workspace(
+    plan: OwnershipPlan, bucket: ExchangeSchedule, groups: DomainGroups
+) -> int:
     """Elements that the iteration over one bucket's matrices needs, small ones in batches."""
-    counts = Counter(_shape(plan, owned.matrix) for owned in bucket.owned)
+    counts = Counter(
+        plan.params[int(plan.matrix_param[m.matrix])].matrix
+        for m in bucket.gathered
+        if m.owner == groups.tensor.rank
+    )
     needed = 0
     for shape, count in counts.items():
+        if shape is None:
+            continue
         batch = count if min(shape) < BATCH_BELOW else 1
         single = workspace_numel(1, *shape)
         needed = max(needed, single, min(workspace_numel(batch, *shape), _BATCH_WORKSPACE))
     return needed
-
-
-def _row_parts(
-    plan: OwnershipPlan, master: MasterRow, index: int, group_of: Mapping[str, str]
-) -> tuple[RowPart, ...]:
-    layout, row = master.bucket.layout, master.bucket.group.rank
-    return tuple(
-        RowPart(
-            piece.row_start,
-            piece.row_start + piece.numel,
-            group_of[plan.params[int(plan.matrix_param[matrix])].name],
-            _shape(plan, matrix),
-        )
-        for matrix, pieces in matrix_pieces(plan, layout, index).items()
-        for piece in pieces
-        if piece.row == row
-    )
-
-
-def _shape(plan: OwnershipPlan, matrix: int) -> Shape:
-    shape = plan.params[int(np.asarray(plan.matrix_param)[matrix])].matrix
-    if shape is None:
-        raise TypeError(f"matrix {matrix} of the plan has no shape")
-    return shape

@@ -9,7 +9,8 @@ import torch
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer.children.base import ParamGroup
-from megatron_lw.optimizer.children.matrix import MatrixChild, Shape
+from megatron_lw.optimizer.children.exchange import Shape
+from megatron_lw.optimizer.children.matrix import MatrixChild
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 SCALE_MODES: tuple[ScaleMode, ...] = get_args(ScaleMode)
