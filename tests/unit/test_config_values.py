@@ -74,7 +74,6 @@ BAD = [
     ({"optimizer": "Adam"}, ("optimizer='Adam'", "one of 'adam', 'muon', 'dist_muon'")),
     ({"bf16": 1}, ("bf16=1", "True or False")),
     ({"bf16": "false"}, ("bf16='false'", "True or False")),
-    ({"params_dtype": torch.float16}, ("params_dtype=torch.float16", "torch.bfloat16")),
     ({"params_dtype": torch.bfloat16}, ("params_dtype=torch.bfloat16", "set bf16=True")),
     ({"loss_scale": -1.0, "fp16": True}, ("loss_scale=-1.0", "> 0")),
     ({"fp16": True, "bf16": True}, ("bf16=True and fp16=True", "drop fp16")),
