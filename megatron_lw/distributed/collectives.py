@@ -10,15 +10,17 @@ Names that change between torch releases are chosen once, here: torch 2.13 depre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from megatron_lw.distributed.group import Group
-from megatron_lw.errors import CommunicationError, ConfigError, LayerWiseError
+from megatron_lw.distributed.handle import Handle as Handle
+from megatron_lw.distributed.handle import describe as _describe
+from megatron_lw.distributed.handle import named as _named
+from megatron_lw.errors import ConfigError, LayerWiseError
 
 ReduceOp = Literal["sum", "avg", "max", "min"]
 T = TypeVar("T")
@@ -35,52 +37,6 @@ _all_gather: Callable[..., Any] = vars(dist).get("all_gather_single") or (
 _reduce_scatter: Callable[..., Any] = vars(dist).get("reduce_scatter_single") or (
     dist.reduce_scatter_tensor
 )
-
-
-class Handle:
-    """A collective that may still be under way. `wait` makes its result usable; twice is once.
-
-    Args:
-        work: torch's handle; None if there is nothing to wait for.
-        what: what the collective does, for the message if it fails.
-    """
-
-    __slots__ = ("_what", "_work")
-
-    def __init__(self, work: Any | None = None, what: str = "") -> None:
-        self._work = work
-        self._what = what
-
-    @property
-    def outstanding(self) -> bool:
-        """Whether `wait` has not been called yet."""
-        return self._work is not None
-
-    def wait(self) -> None:
-        """Block (on GPU: the current stream) until the result is there.
-
-        Raises:
-            CommunicationError: the collective failed or timed out.
-        """
-        work, self._work = self._work, None
-        if work is not None:
-            with _named(self._what):
-                work.wait()
-
-
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Say which collective failed, and what that means."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"{what} failed: another rank is dead, stuck or makes other calls ({error})"
-        ) from error
-
-
-def _describe(collective: str, group: Group, label: str) -> str:
-    return f"{collective} over group {group.name!r}{f' ({label})' if label else ''}"
 
 
 def is_initialised() -> bool:
@@ -263,6 +219,58 @@ def all_to_all(
             output, input_, list(output_splits), list(input_splits), group.handle, async_op
         )
     return Handle(work, what)
+
+
+def send(tensor: torch.Tensor, to: int, group: Group, *, label: str = "") -> None:
+    """Send a tensor to one rank of the group, which calls `recv` with as many bytes.
+
+    On the CPU it returns when the other rank has taken the tensor: two ranks that both send first
+    wait for each other until the timeout.
+
+    Args:
+        tensor: any dtype, contiguous.
+        to: the receiver's rank in the group.
+        group: holds both ranks.
+        label: what it serves, for the message if it fails.
+
+    Communication: point to point within `group`.
+
+    Raises:
+        ConfigError: `to` is no other rank of the group.
+    """
+    _require_peer(to, group)
+    group.traffic.add("send", tensor.numel() * tensor.element_size())
+    with _named(_describe(f"send to rank {group.ranks[to]}", group, label)):
+        dist.send(tensor, group=group.handle, group_dst=to)
+
+
+def recv(tensor: torch.Tensor, source: int, group: Group, *, label: str = "") -> None:
+    """Receive what one rank of the group sends.
+
+    Args:
+        tensor: contiguous, of the sender's dtype and number of elements; written.
+        source: the sender's rank in the group.
+        group: holds both ranks.
+        label: what it serves, for the message if it fails.
+
+    Communication: point to point within `group`.
+
+    Raises:
+        ConfigError: `source` is no other rank of the group.
+    """
+    _require_peer(source, group)
+    group.traffic.add("recv", 0)
+    with _named(_describe(f"receive from rank {group.ranks[source]}", group, label)):
+        dist.recv(tensor, group=group.handle, group_src=source)
+
+
+def _require_peer(rank: int, group: Group) -> None:
+    """Refuse a partner that does not exist; a rank has nothing to send to itself."""
+    if rank == group.rank or not 0 <= rank < group.size:
+        raise ConfigError(
+            f"rank {rank} is no partner for rank {group.rank} of group {group.name!r}, which has "
+            f"{group.size} ranks; give the rank in the group of another one"
+        )
 
 
 def all_reduce(
