@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer.children.coefficients import resolve_coefficients
-from megatron_lw.optimizer.children.newton_schulz import BATCH_BELOW, NewtonSchulz
+from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
 from megatron_lw.optimizer.children.ns_workspace import carve, max_batch, workspace_numel
+from megatron_lw.optimizer.workspace import BATCH_BELOW
 from tests.unit.orthogonal import DTYPES, HALF, newton_schulz, oracle, relative_error
 
 

@@ -46,29 +46,39 @@ def test_bytes_are_arguments() -> None:
     assert metrics.gradient_bytes == 2048 * 2
 
 
-def test_workspace_of_a_cut_matrix() -> None:
-    """The owner assembles 4096 and iterates on 2 x 4096 + 3 x 64^2; each holder gets 1024 back."""
-    assert peak_workspace_numel(sharded_matrix()).tolist() == [6 * 4096, 1024, 1024, 1024]
+def test_workspace_of_a_cut_and_divided_matrix() -> None:
+    """64 x 64 over two rows of two tensor ranks; rank 0 owns it.
+
+    A row of 1024 and its fp32 scratch (2 x 1024) on every rank. The owner's row assembles 2048 and
+    passes 2048 on and back; the other row sends 1024. The owner holds the whole twice and iterates
+    on two of 4096 and two of 64 x 64.
+    """
+    owners_row, other_row = 3 * 1024 + 3 * 2048, 3 * 1024 + 1024
+    owner = owners_row + 2 * 4096 + 2 * 4096 + 2 * 4096
+    assert peak_workspace_numel(sharded_matrix()).tolist() == [
+        owner,
+        owners_row,
+        other_row,
+        other_row,
+    ]
 
 
 def test_workspace_of_whole_matrices_is_one_batch() -> None:
-    """Two equal matrices a rank are one batch; they do not travel."""
+    """Two equal matrices a rank are one batch, in a row of 1024; they do not travel."""
     params = [PlanParam(name=f"w{i}", numel=512, matrix=(16, 32), child="muon") for i in range(4)]
     plan = plan_domain(params, dp=2)
-    assert peak_workspace_numel(plan).tolist() == [2 * (2 * 512 + 3 * 256)] * 2
+    assert peak_workspace_numel(plan).tolist() == [3 * 1024 + 2 * (2 * 512 + 2 * 256)] * 2
 
 
-def test_workspace_counts_two_buckets_in_flight() -> None:
-    """One matrix a bucket, each cut in two: two are in flight, one is iterated on."""
+def test_workspace_counts_three_buckets_in_flight() -> None:
+    """One matrix a bucket, each cut in two halves of 128: three are in flight, one iterated on."""
     params = [PlanParam(name=f"w{i}", numel=256, matrix=(16, 16), child="muon") for i in range(4)]
     plan = plan_domain(params, dp=2, bucket_size=256)
     assert len(plan.buckets) == 4
     assert np.sort(plan.owner).tolist() == [0, 0, 1, 1]
-    peak = peak_workspace_numel(plan)
-    iterated = 2 * 256 + 3 * 256
-    # At the owner 256 whole, at the other holder the update of 128.
-    both_owned, one_owned = 256 + 256, 256 + 128
-    assert set(peak.tolist()) <= {iterated + both_owned, iterated + one_owned}
+    assembled, leaving, arriving = 256, 128, 128
+    in_flight = 3 * (128 + assembled + leaving + arriving)
+    assert peak_workspace_numel(plan).tolist() == [in_flight + 2 * 128 + 4 * 256] * 2
 
 
 def test_memory_counts_what_padding_wastes() -> None:

@@ -41,7 +41,7 @@ from megatron_lw.optimizer.children.exchange import (
     ShardBoxes,
     TensorExchange,
 )
-from megatron_lw.optimizer.children.newton_schulz import BATCH_BELOW, NewtonSchulz
+from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
 from megatron_lw.optimizer.children.ns_workspace import workspace_numel
 from megatron_lw.optimizer.children.schedule import (
     ExchangeSchedule,
@@ -52,8 +52,7 @@ from megatron_lw.optimizer.children.schedule import (
 from megatron_lw.optimizer.masters import MasterRow
 from megatron_lw.optimizer.plan import OwnershipPlan
 from megatron_lw.optimizer.routing import Route
-
-_BATCH_WORKSPACE = 1 << 26
+from megatron_lw.optimizer.workspace import BATCH_BELOW, BATCH_WORKSPACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,5 +362,5 @@ def _iteration_workspace(
             continue
         batch = count if min(shape) < BATCH_BELOW else 1
         single = workspace_numel(1, *shape)
-        needed = max(needed, single, min(workspace_numel(batch, *shape), _BATCH_WORKSPACE))
+        needed = max(needed, single, min(workspace_numel(batch, *shape), BATCH_WORKSPACE))
     return needed

@@ -22,14 +22,10 @@ from torch import Tensor
 from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer.children.coefficients import CoefficientSet
 from megatron_lw.optimizer.children.ns_workspace import Scratch, carve, max_batch
+from megatron_lw.optimizer.workspace import BATCH_BELOW
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _DTYPES = (*_HALF_DTYPES, torch.float32, torch.float64)
-
-# Matrices whose short side is below this are batched. Measured on CPU, one thread: in bf16 a batch
-# is 9 times faster than calls one by one at 32, 3 times at 64, 1.2 times at 128 and not at all from
-# 256 on; in fp32 2.5 times at 32 and not at all from 64 on (benchmarks/newton_schulz.py).
-BATCH_BELOW = 256
 
 
 @dataclass(frozen=True, slots=True)
