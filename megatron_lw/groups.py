@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from megatron_lw.distributed import collectives
@@ -181,6 +182,16 @@ class ParallelGroups:
         groups["replicas"] = groups["tp_dp"].renamed("replicas")
         groups["control"] = collectives.create_control_group(groups["world"])
         return cls(**groups)
+
+    def destroy(self) -> None:
+        """Close the process groups; for groups made by `create`, when a program makes new ones.
+
+        gloo keeps threads for each process group, which wake many times a second.
+
+        Collective: every rank calls it, after its last collective on any of the groups.
+        """
+        groups: tuple[Group, ...] = attrgetter(*(f.name for f in fields(self)))(self)
+        collectives.destroy(groups)
 
     @classmethod
     def from_torch(cls, handles: Mapping[str, ProcessGroup]) -> ParallelGroups:

@@ -10,8 +10,8 @@ Names that change between torch releases are chosen once, here: torch 2.13 depre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from megatron_lw.distributed.group import Group
 from megatron_lw.distributed.handle import Handle as Handle
 from megatron_lw.distributed.handle import describe as _describe
 from megatron_lw.distributed.handle import named as _named
-from megatron_lw.errors import ConfigError, LayerWiseError
+from megatron_lw.errors import ConfigError
 
 ReduceOp = Literal["sum", "avg", "max", "min"]
 T = TypeVar("T")
@@ -323,41 +323,16 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
         tensor.copy_(packed)
 
 
-def agree_or_raise(problem: Exception | None, group: Group) -> None:
-    """Raise on every rank when any rank has a problem: the lowest rank's, with its rank named.
+def destroy(groups: Iterable[Group]) -> None:
+    """Close the process groups of some groups, each once.
 
-    A check that can fail on one rank only goes through here, so that no rank is left waiting.
-
-    Collective: all-gather of pickled objects over `group`.
-
-    Raises:
-        Exception: of the type that the failing rank had.
+    Collective: every rank calls it, after its last collective on any of them.
     """
-    problems = all_gather_objects(problem, group)
-    for rank, found in zip(group.ranks, problems, strict=True):
-        if found is not None:
-            raise type(found)(f"[rank {rank}] {found}") from problem
+    for handle in {id(g.handle): g.handle for g in groups if g.handle is not None}.values():
+        dist.destroy_process_group(handle)
 
 
-def agree_on_failure(problem: Exception | None, group: Group) -> str | None:
-    """What went wrong on any rank, as text that names the rank; None if nothing did.
-
-    Cheap where nothing did: one integer travels.
-
-    Collective: all-reduce (max) over `group`; an all-gather of texts where a rank has a problem.
-    """
-    flag = torch.tensor([int(problem is not None)], dtype=torch.int32, device=_host_device(group))
-    all_reduce(flag, group, "max", label="agreement on failures")
-    if not int(flag):
-        return None
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    texts = all_gather_objects(text, group)
-    return "; ".join(
-        f"[rank {rank}] {found}" for rank, found in zip(group.ranks, texts, strict=True) if found
-    )
-
-
-def _host_device(group: Group) -> torch.device:
+def host_device(group: Group) -> torch.device:
     """Where a small tensor must be that this group can reduce."""
     if group.handle is not None and dist.get_backend(group.handle) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
@@ -373,24 +348,3 @@ def create_control_group(world: Group) -> Group:
         return world.renamed("control")
     handle = dist.new_group(list(world.ranks), backend="gloo")
     return Group("control", world.ranks, world.rank, handle)
-
-
-def attempt(check: Callable[[], T], group: Group) -> T:
-    """Run a check or construction that may fail on one rank only; it then raises on every rank.
-
-    Collective: all-gather of pickled objects over `group`.
-
-    Raises:
-        LayerWiseError: what `check` raised, here or on another rank.
-    """
-    result: T | None = None
-    problem: LayerWiseError | None = None
-    try:
-        result = check()
-    except LayerWiseError as error:
-        problem = error
-    except Exception as error:
-        problem = ConfigError(f"{type(error).__name__}: {error}")
-        problem.__cause__ = error
-    agree_or_raise(problem, group)
-    return cast(T, result)

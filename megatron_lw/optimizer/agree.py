@@ -12,7 +12,8 @@ from operator import attrgetter
 
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.ddp_config import DDPConfig
-from megatron_lw.distributed.collectives import agree_or_raise, all_gather_objects
+from megatron_lw.distributed.agreement import agree_or_raise
+from megatron_lw.distributed.collectives import all_gather_objects
 from megatron_lw.distributed.group import Group
 from megatron_lw.errors import ConfigError, PlanMismatchError
 from megatron_lw.groups import DOMAINS, ParallelGroups

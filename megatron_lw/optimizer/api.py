@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_lw.config import OptimizerConfig
-from megatron_lw.distributed.collectives import attempt
+from megatron_lw.distributed.agreement import attempt
 from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.errors import ConfigError
 from megatron_lw.fp8.te import load_fused_adam

@@ -12,8 +12,8 @@ import torch
 
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.ddp_config import DDPConfig
+from megatron_lw.distributed.agreement import attempt
 from megatron_lw.distributed.buffers import BucketBuffer
-from megatron_lw.distributed.collectives import attempt
 from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.distributed.gather import Publisher
 from megatron_lw.errors import ConfigError

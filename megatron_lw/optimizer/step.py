@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megatron_lw.config import OptimizerConfig
+from megatron_lw.distributed.agreement import agree_on_failure, attempt
 from megatron_lw.distributed.buffers import GradState
-from megatron_lw.distributed.collectives import agree_on_failure, attempt
 from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.distributed.finalize import finalize_model_grads
 from megatron_lw.errors import (

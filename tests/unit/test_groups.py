@@ -78,3 +78,22 @@ def test_a_group_without_a_process_group_has_one_rank():
         Group("dp", (0, 1), 0, None)
     with pytest.raises(ConfigError, match="not an index"):
         Group("dp", (0, 1), 2, None)
+
+
+def made_and_destroyed():
+    import torch
+
+    totals = []
+    for _ in range(3):
+        groups = ParallelGroups.create(tensor=2)
+        value = torch.ones(1)
+        collectives.all_reduce(value, groups.dp)
+        collectives.all_reduce(value, groups.world)
+        groups.destroy()
+        totals.append(float(value))
+    return totals
+
+
+def test_groups_can_be_made_and_destroyed_again():
+    for totals in run_ranks(made_and_destroyed, 4):
+        assert totals == [8.0, 8.0, 8.0]

@@ -1,0 +1,69 @@
+"""Agreeing over ranks: a check that can fail on one of them raises on all, so that none waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch
+
+from megatron_lw.distributed.collectives import all_gather_objects, all_reduce, host_device
+from megatron_lw.distributed.group import Group
+from megatron_lw.errors import ConfigError, LayerWiseError
+
+T = TypeVar("T")
+
+
+def agree_or_raise(problem: Exception | None, group: Group) -> None:
+    """Raise on every rank when any rank has a problem: the lowest rank's, with its rank named.
+
+    A check that can fail on one rank only goes through here, so that no rank is left waiting.
+
+    Collective: all-gather of pickled objects over `group`.
+
+    Raises:
+        Exception: of the type that the failing rank had.
+    """
+    problems = all_gather_objects(problem, group)
+    for rank, found in zip(group.ranks, problems, strict=True):
+        if found is not None:
+            raise type(found)(f"[rank {rank}] {found}") from problem
+
+
+def agree_on_failure(problem: Exception | None, group: Group) -> str | None:
+    """What went wrong on any rank, as text that names the rank; None if nothing did.
+
+    Cheap where nothing did: one integer travels.
+
+    Collective: all-reduce (max) over `group`; an all-gather of texts where a rank has a problem.
+    """
+    flag = torch.tensor([int(problem is not None)], dtype=torch.int32, device=host_device(group))
+    all_reduce(flag, group, "max", label="agreement on failures")
+    if not int(flag):
+        return None
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    texts = all_gather_objects(text, group)
+    return "; ".join(
+        f"[rank {rank}] {found}" for rank, found in zip(group.ranks, texts, strict=True) if found
+    )
+
+
+def attempt(check: Callable[[], T], group: Group) -> T:
+    """Run a check or construction that may fail on one rank only; it then raises on every rank.
+
+    Collective: all-gather of pickled objects over `group`.
+
+    Raises:
+        LayerWiseError: what `check` raised, here or on another rank.
+    """
+    result: T | None = None
+    problem: LayerWiseError | None = None
+    try:
+        result = check()
+    except LayerWiseError as error:
+        problem = error
+    except Exception as error:
+        problem = ConfigError(f"{type(error).__name__}: {error}")
+        problem.__cause__ = error
+    agree_or_raise(problem, group)
+    return cast(T, result)
