@@ -8,16 +8,14 @@ from dataclasses import dataclass
 
 from megatron_lw.errors import ConfigError
 
-_DIGITS = re.compile(r"(\d+)")
+_DIGITS = re.compile(r"([0-9]+)")
 
 
-def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """A sort key that reads digits as numbers, so that "layer.10" follows "layer.2".
-
-    It is total: two different names never compare equal.
-    """
-    parts = [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in _DIGITS.split(name)]
-    return (*parts, (2, 0, name))
+def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
+    """Return a sort key with `layers.2` before `layers.10`; a total order, ties by the name."""
+    parts = _DIGITS.split(name)
+    # The split alternates text and digits, so that equal positions always compare equal types.
+    return tuple(int(part) if i % 2 else part for i, part in enumerate(parts)), name
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ many matrices a row end cuts, never whether the result is right.
 from __future__ import annotations
 
 import bisect
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,8 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lw.errors import ConfigError
-
-_DIGITS = re.compile(r"([0-9]+)")
 
 # Missing the target size by a share of it weighs this much against leaving that share of a bucket
 # unable to fill rows with whole matrices: a cut costs traffic at every step, a larger bucket a
@@ -52,13 +49,6 @@ def round_up(value: int, multiple: int) -> int:
             f"cannot round {value} up to a multiple of {multiple}: need value >= 0, multiple >= 1"
         )
     return -(-value // multiple) * multiple
-
-
-def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
-    """Return a sort key with `layers.2` before `layers.10`; a total order, ties by the name."""
-    parts = _DIGITS.split(name)
-    # The split alternates text and digits, so that equal positions always compare equal types.
-    return tuple(int(part) if i % 2 else part for i, part in enumerate(parts)), name
 
 
 def lay_line(numels: Sequence[int], alignment: int) -> Line:

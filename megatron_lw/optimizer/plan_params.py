@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_lw.errors import ConfigError
-from megatron_lw.optimizer.packing import natural_key
+from megatron_lw.optimizer.names import natural_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

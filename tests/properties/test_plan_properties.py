@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lw.optimizer.layout import BucketLayout
+from megatron_lw.optimizer.names import natural_key
 from megatron_lw.optimizer.owners import longest_first, lower_bound
-from megatron_lw.optimizer.packing import natural_key
 from megatron_lw.optimizer.plan import OwnershipPlan, PlanParam, plan_domain
 
 EXAMPLES = settings(max_examples=120, deadline=None)
