@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lw.optimizer import packing
+from megatron_lw.optimizer.names import natural_key
 from megatron_lw.optimizer.pieces import (
     FloatArray,
     IntArray,
@@ -176,7 +177,7 @@ def pack_domain(
 
 def _by_group(ordered: Sequence[PlanParam], members: Sequence[int]) -> list[int]:
     """Sort by parameter group, then backward order, so that each group is one flat run."""
-    return sorted(members, key=lambda member: packing.natural_key(ordered[member].group))
+    return sorted(members, key=lambda member: natural_key(ordered[member].group))
 
 
 def _cost_of(param: PlanParam, cost: Cost) -> float:
