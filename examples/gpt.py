@@ -84,8 +84,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Attend over the positions of `x`, [batch, sequence, width]."""
-        batch, sequence, _ = x.shape
-        fused = self.qkv(x).view(batch, sequence, 3, -1, self.head)
+        fused = self.qkv(x).unflatten(-1, (3, -1, self.head))  # [batch, sequence, 3, heads, head]
         query, key, value = fused.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(
             rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True

@@ -1,135 +1,38 @@
-"""Pretrain a small GPT with Muon and Adam over data-parallel ranks.
+"""Pretrain a small GPT with Muon and Adam over the ranks of any layout.
 
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --data mine.txt --steps 1000
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --tp 2 --sp --pp 2 --tied
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --ep 2 --experts 8 --overlap
     python examples/pretrain_gpt.py --steps 20                    # one rank, no torchrun
 
 Runs on GPUs with NCCL where there are any, else on CPU with gloo. The text is the source of
-Python's own standard library, unless `--data` gives another. At the same seed any number of ranks
-trains on the same batches. Leaves a CSV file and a loss curve in `--out`.
+Python's own standard library, unless `--data` gives another. At the same seed any layout trains the
+same model on the same batches. Leaves a CSV file and a loss curve in `--out`.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor
-from torch import distributed as dist
 
 import megatron_lw
-from data import BatchSource, load_corpus, unigram_entropy
-from gpt import GPT, GPTConfig
 from megatron_lw.distributed import collectives
-from megatron_lw.distributed.group import Group
+from pipeline import Batches, Pipeline
+from prepare import layout, leave, prepare_on_all, start
 from report import Clock, Reporter, StepRecord, time_table, write_csv, write_curve
-from settings import DTYPES, check_arguments, give_up, make_parser
-
-Batches = list[tuple[Tensor, Tensor]]
-
-
-def start() -> tuple[megatron_lw.ParallelGroups, torch.device]:
-    """Join the ranks that torchrun started, or be the only one; all are data parallel."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if "RANK" not in os.environ:
-        return megatron_lw.ParallelGroups.single(), device
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return megatron_lw.ParallelGroups.create(), device
-
-
-def leave() -> None:
-    """End what `start` began; a process that ends with its groups still open may abort."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What is trained on what.
-
-    Attributes:
-        model: the same on every rank.
-        source: draws this rank's batches.
-        held_out: this rank's part of the held-out windows.
-        entropy: unigram entropy of the held-out text, nats a byte.
-        text: the text in words.
-    """
-
-    model: GPT
-    source: BatchSource
-    held_out: Batches
-    entropy: float
-    text: str
-
-
-def prepare(args: argparse.Namespace, group: Group, device: torch.device) -> Run:
-    """Read the text and make the model, for this rank of the data-parallel group.
-
-    Raises:
-        OSError: the folder for the results cannot be made.
-        ValueError: a number or a file on the command line cannot be used.
-    """
-    check_arguments(args)
-    args.out.mkdir(parents=True, exist_ok=True)
-    corpus = load_corpus(args.data, args.sequence)
-    entropy = unigram_entropy(corpus.held_out)
-    source = BatchSource(
-        text=corpus.train.to(device),
-        global_batch=args.global_batch,
-        micro_batches=args.micro_batches,
-        sequence=args.sequence,
-        rank=group.rank,
-        ranks=group.size,
-        seed=args.seed,
-    )
-    config = GPTConfig(
-        layers=args.layers,
-        width=args.width,
-        heads=args.heads,
-        sequence=args.sequence,
-        tied=args.tied,
-        dtype=DTYPES[args.dtype],
-    )
-    torch.manual_seed(args.seed)
-    return Run(
-        model=GPT(config).to(device),
-        source=source,
-        held_out=source.held_out(corpus.held_out.to(device), args.eval_windows),
-        entropy=entropy,
-        text=f"{corpus.source}: {corpus.train.numel():,} bytes to train on, "
-        f"{corpus.held_out.numel():,} held out with a unigram entropy of {entropy:.4f} nats a byte",
-    )
-
-
-def prepare_on_all(
-    args: argparse.Namespace, groups: megatron_lw.ParallelGroups, device: torch.device
-) -> Run:
-    """`prepare`; what is wrong on any rank ends the run on all of them, with one line."""
-    run: Run | None = None
-    problem: Exception | None = None
-    try:
-        run = prepare(args, groups.dp, device)
-    except (OSError, ValueError) as error:
-        problem = error
-    try:
-        collectives.agree_or_raise(problem, groups.world)
-    except (OSError, ValueError) as error:
-        leave()
-        give_up(str(error))
-    return cast(Run, run)
+from settings import make_parser
 
 
 def optimizer_config(args: argparse.Namespace) -> megatron_lw.OptimizerConfig:
-    """Settings under Megatron's names; with 0.2 x spectral scale Muon and Adam share one rate."""
+    """Settings under Megatron's names; with 0.2 x spectral scale Muon and Adam share one rate.
+
+    Newton-Schulz computes in the dtype of the weights.
+    """
     return megatron_lw.OptimizerConfig(
         optimizer=args.optimizer,
         lr=args.lr,
@@ -142,6 +45,7 @@ def optimizer_config(args: argparse.Namespace) -> megatron_lw.OptimizerConfig:
         muon_nesterov=True,
         muon_scale_mode="spectral",
         muon_extra_scale_factor=0.2,
+        muon_fp32_matmul_prec="medium" if args.dtype == "bf16" else "highest",
     )
 
 
@@ -162,43 +66,28 @@ def set_learning_rate(groups: list[dict[str, Any]], share: float) -> float:
 
 
 def train_step(
-    ddp: megatron_lw.DistributedDataParallel,
+    pipeline: Pipeline,
     optimizer: megatron_lw.LayerWiseDistributedOptimizer,
     batches: Batches,
     clock: Clock,
 ) -> tuple[Tensor, float]:
     """One step over this rank's micro-batches: its mean loss, and the whole gradient's norm."""
     optimizer.zero_grad()
-    losses = []
-    for index, (tokens, targets) in enumerate(batches):
-        last = index == len(batches) - 1
-        with nullcontext() if last else ddp.no_sync():  # gradients are reduced with the last one
-            with clock.stage("forward"):
-                loss = ddp(tokens, targets)
-            with clock.stage("backward"):
-                (loss / len(batches)).backward()
-        losses.append(loss.detach())
+    loss = pipeline.train(batches)
     with clock.stage("optimizer"):
         _, grad_norm, _ = optimizer.step()
         timings = optimizer.timings()
     clock.split("optimizer", timings)
-    return torch.stack(losses).mean(), math.nan if grad_norm is None else grad_norm
+    return loss, math.nan if grad_norm is None else grad_norm
 
 
-@torch.no_grad()
-def held_out_loss(
-    ddp: megatron_lw.DistributedDataParallel, batches: Batches, group: Group
-) -> float:
-    """Mean loss over every rank's held-out batches, nats a byte."""
-    sequences = sum(len(tokens) for tokens, _ in batches)
-    losses = [ddp(tokens, targets) * (len(tokens) / sequences) for tokens, targets in batches]
-    return mean_over(torch.stack(losses).sum(), group)
+def mean_loss(loss: Tensor, groups: megatron_lw.ParallelGroups) -> float:
+    """Mean of the last stage's ranks, on every rank; the other stages bring a zero.
 
-
-def mean_over(value: Tensor, group: Group) -> float:
-    """Mean of a number over the ranks of a group: an all-reduce, in place."""
-    collectives.all_reduce(value, group)
-    return value.item() / group.size
+    Each rank's loss is the mean of equally many tokens. Collective: all-reduce over `world`.
+    """
+    collectives.all_reduce(loss, groups.world)
+    return loss.item() / groups.replicas.size
 
 
 def finish(args: argparse.Namespace, reporter: Reporter, clock: Clock, entropy: float) -> int:
@@ -222,23 +111,23 @@ def finish(args: argparse.Namespace, reporter: Reporter, clock: Clock, entropy: 
 def main(arguments: list[str] | None = None) -> int:
     """Train, measure, report; return the exit status."""
     args = make_parser().parse_args(arguments)
-    groups, device = start()
+    groups, device = start(args)
     run = prepare_on_all(args, groups, device)
 
-    # What shapes do not tell: these two are tables and no matrices, so they go to Adam.
-    megatron_lw.annotate(run.model.embedding.weight, embedding=True)
-    if not args.tied:
-        megatron_lw.annotate(run.model.head.weight, output=True)
-    ddp = megatron_lw.DistributedDataParallel(run.model, groups, megatron_lw.DDPConfig())
+    overlap = megatron_lw.DDPConfig(
+        overlap_grad_reduce=args.overlap, overlap_param_gather=args.overlap
+    )
+    ddp = megatron_lw.DistributedDataParallel(run.stage, groups, overlap, names=run.stage.names)
     optimizer = megatron_lw.get_megatron_optimizer(
         optimizer_config(args), [ddp], pg_collection=groups
     )
 
     reporter = Reporter(args.steps, enabled=groups.world.rank == 0, log_every=args.log_every)
     reporter.say(optimizer.routing_report())
-    reporter.say(f"{args.dtype} weights, {groups.dp.size} data-parallel ranks on {device.type}")
+    reporter.say(f"{args.dtype} weights, {layout(groups, args)} on {device.type}")
     reporter.say(run.text)
     clock = Clock()
+    pipeline = Pipeline(ddp, groups.pp, clock)
     with reporter:
         for step in range(args.steps):
             begin = clock.elapsed
@@ -246,14 +135,15 @@ def main(arguments: list[str] | None = None) -> int:
             lr = set_learning_rate(optimizer.param_groups, share)
             with clock.stage("data"):
                 batches = run.source.step(step)
-            loss, grad_norm = train_step(ddp, optimizer, batches, clock)
+            loss, grad_norm = train_step(pipeline, optimizer, batches, clock)
             with clock.stage("mean loss over the ranks"):
-                mean = mean_over(loss, groups.dp)
+                mean = mean_loss(loss, groups)
             seconds = clock.elapsed - begin
             measured = None
             if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
-                with clock.stage("held-out loss"):
-                    measured = held_out_loss(ddp, run.held_out, groups.dp)
+                with clock.stage("held-out loss"):  # no stage inside: a clock of its own
+                    measuring = Pipeline(ddp, groups.pp, Clock())
+                    measured = mean_loss(measuring.evaluate(run.held_out), groups)
             reporter.step(
                 StepRecord(
                     step=step + 1,

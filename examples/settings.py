@@ -59,12 +59,21 @@ def make_parser() -> Parser:
     model("--heads", type=int, default=4)
     model("--sequence", type=int, default=256, help="bytes in a sequence")
     model("--tied", action="store_true", help="one weight for the embedding and the output layer")
+    model("--experts", type=int, help="experts in place of each MLP; 4 with --ep 2, else none")
     model(
         "--dtype",
         choices=("auto", *DTYPES),
         default="auto",
         help="of the weights (masters are fp32); auto: bf16 on hardware that computes in it",
     )
+    parallel = parser.add_argument_group("parallelism; what is left of the ranks is data parallel")
+    way = parallel.add_argument
+    sizes = {"type": int, "choices": (1, 2), "default": 1}
+    way("--tp", **sizes, help="ranks that divide each matrix of attention and MLP (tensor)")
+    way("--sp", action="store_true", help="divide the sequences between them too; needs --tp 2")
+    way("--ep", **sizes, help="ranks over which experts are distributed, whole (expert)")
+    way("--pp", **sizes, help="stages that divide the layers (pipeline)")
+    way("--overlap", action="store_true", help="reduce during backward, gather during forward")
     batch = parser.add_argument_group("batch").add_argument
     batch("--global-batch", type=int, default=24, help="sequences in a step, over all ranks")
     batch("--micro-batches", type=int, default=2, help="forwards of a rank in a step")
@@ -93,10 +102,23 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"--seed {args.seed}: must be in 0 ... 2^31 - 1")
     if not 0 <= args.warmup <= 1:
         raise ValueError(f"--warmup {args.warmup}: must be a share, 0 ... 1")
+    _check_parallelism(args)
     if args.dtype == "auto":
         args.dtype = "bf16" if has_bf16_arithmetic() else "fp32"
     if args.target is None and args.steps == DEFAULT_STEPS and not args.data:
         args.target = DEFAULT_TARGET
+
+
+def _check_parallelism(args: argparse.Namespace) -> None:
+    """Refuse what no layout can do; that sizes divide is checked where things are divided."""
+    if args.sp and args.tp == 1:
+        raise ValueError("--sp: needs --tp 2, whose ranks divide the sequences")
+    if args.experts is None:
+        args.experts = 4 if args.ep > 1 else 0
+    if args.experts < 0 or (args.ep > 1 and not args.experts):
+        raise ValueError(f"--experts {args.experts}: must be at least {0 if args.ep == 1 else 1}")
+    if (args.sp or args.experts) and args.sequence % args.tp:
+        raise ValueError(f"--sequence {args.sequence} must be a multiple of --tp {args.tp}")
 
 
 def has_bf16_arithmetic() -> bool:

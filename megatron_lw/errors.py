@@ -27,6 +27,10 @@ class StateError(LayerWiseError, RuntimeError):
     """A call that the present state of a bucket or of the optimizer does not allow."""
 
 
+class InvariantError(StateError):
+    """Something that always holds does not; names it, the parameter, the ranks and the values."""
+
+
 class CommunicationError(LayerWiseError, RuntimeError):
     """A collective failed or timed out: another rank is dead, stuck or elsewhere in the program."""
 

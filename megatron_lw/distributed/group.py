@@ -21,15 +21,19 @@ class Traffic:
         nbytes: collective name -> bytes this rank sent, by the ring algorithm's count
             (all-reduce `2 (D-1)/D` of the buffer, reduce-scatter `(D-1)/D` of the buffer,
             all-gather `(D-1)` rows, all-to-all what goes to other ranks).
+        log: names of the collectives in the order of the calls, while `same_calls` wants them.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
     nbytes: Counter[str] = field(default_factory=Counter)
+    log: list[str] | None = None
 
     def add(self, collective: str, nbytes: int) -> None:
         """Count one call that sent `nbytes` bytes."""
         self.calls[collective] += 1
         self.nbytes[collective] += nbytes
+        if self.log is not None:
+            self.log.append(collective)
 
     def clear(self) -> None:
         """Start counting anew."""

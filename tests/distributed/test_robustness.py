@@ -80,7 +80,7 @@ def test_a_parameter_changed_under_the_optimizer_is_named(change):
     step_once(ddp, optimizer)
     optimizer.zero_grad()
     change(ddp)
-    with pytest.raises(StateError, match="parameter '(a_weight|c_bias)'"):
+    with pytest.raises(StateError, match=r"parameter .(a_weight|c_bias)."):
         optimizer.step()
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer import packing
+from megatron_lw.optimizer.names import natural_key
 
 
 def test_natural_order_counts_digits_as_numbers() -> None:
     names = ["layers.10.w", "layers.2.w", "embedding", "layers.2.b", "a01", "a1", "a", "7", ""]
-    ordered = sorted(names, key=packing.natural_key)
+    ordered = sorted(names, key=natural_key)
     assert ordered == [
         "",
         "7",
@@ -29,7 +30,7 @@ def test_natural_order_counts_digits_as_numbers() -> None:
 
 def test_names_that_differ_only_in_leading_zeros_have_one_order() -> None:
     for order in itertools.permutations(["x1", "x01", "x001"]):
-        assert sorted(order, key=packing.natural_key) == ["x001", "x01", "x1"]
+        assert sorted(order, key=natural_key) == ["x001", "x01", "x1"]
 
 
 @pytest.mark.parametrize(("value", "multiple"), [(-1, 4), (3, 0)])
