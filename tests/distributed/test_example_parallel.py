@@ -1,0 +1,109 @@
+"""The example trains alike in every layout. Class *numerical*: fp32, one process is the reference.
+
+Each case is a whole run of `examples/pretrain_gpt.py`: data, training, held-out loss, files. The
+losses of every step, the gradient norms and the held-out loss are held against those of one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import io
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import megatron_lw
+from tests.harness import run_ranks
+from tests.unit.example_modules import example
+
+MODEL = "--layers 2 --width 32 --heads 2 --sequence 16 --dtype fp32"
+RUN = "--steps 6 --global-batch 8 --micro-batches 2 --eval-every 3 --eval-windows 8"
+TEXT = b"to be or not to be that is the question " * 200
+COUNTED = ("tp", "ep", "pp", "embedding")
+TOLERANCE = 1e-5
+"""Of losses, in nats a byte, and of gradient norms, relatively, over 6 steps from one seed."""
+
+
+def run_example(flags: str, folder: Path) -> dict[str, dict[str, int]]:
+    """Run the script on this rank; return the calls that it made over each group."""
+    script, prepare = example("pretrain_gpt"), example("prepare")
+    made = []
+
+    def recorded(args: argparse.Namespace) -> megatron_lw.ParallelGroups:
+        made.append(make_groups(args))
+        return made[0]
+
+    make_groups = prepare.make_groups
+    files = f"--data {folder / 'text.txt'} --out {folder}"
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(prepare, "make_groups", recorded)
+        patch.setitem(sys.modules, "matplotlib.figure", None)  # the curve has a test of its own
+        status = script.main(f"{MODEL} {RUN} {files} {flags}".split())
+    if status:
+        raise RuntimeError(f"the script ended with status {status}")
+    [groups] = made
+    return {name: dict(getattr(groups, name).traffic.calls) for name in COUNTED}
+
+
+def losses(ranks: int, flags: str, folder: Path) -> tuple[list[list[float]], list[object]]:
+    """Loss, norm and held-out loss of every step, and what each rank counted."""
+    folder.mkdir()
+    (folder / "text.txt").write_bytes(TEXT)
+    counted = run_ranks(run_example, ranks, flags, folder)
+    with (folder / "loss.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = [[float(row[name]) for row in rows] for name in ("loss", "grad_norm")]
+    columns.append([float(row["held_out"]) for row in rows if row["held_out"]])
+    return columns, counted
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory):
+    """What one rank computes with the flags that change the model, each once."""
+
+    @cache
+    def run(flags: str) -> list[list[float]]:
+        return losses(1, flags, tmp_path_factory.mktemp("one") / "run")[0]
+
+    return run
+
+
+CASES = {
+    "T2": (2, "", "--tp 2", {"tp": "all_reduce"}),
+    "T2 SP": (2, "", "--tp 2 --sp", {"tp": "reduce_scatter"}),
+    "E2": (2, "--experts 4", "--ep 2", {"ep": "all_to_all"}),
+    "T2 E2": (2, "--experts 4", "--tp 2 --ep 2", {"tp": "all_gather", "ep": "all_to_all"}),
+    "P2": (2, "", "--pp 2", {"pp": "send"}),
+    "P2 tied": (2, "--tied", "--pp 2", {"pp": "send", "embedding": "all_reduce"}),
+    "D2 T2 overlap": (4, "", "--tp 2 --overlap", {"tp": "all_reduce"}),
+    "T2 SP P2 tied overlap": (
+        4,
+        "--tied",
+        "--tp 2 --sp --pp 2 --overlap",
+        {"tp": "reduce_scatter", "pp": "send", "embedding": "all_reduce"},
+    ),
+    "D2 T2 SP E2": (
+        4,
+        "--experts 4",
+        "--tp 2 --sp --ep 2",
+        {"tp": "reduce_scatter", "ep": "all_to_all"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("ranks", "model", "flags", "used"), CASES.values(), ids=CASES)
+def test_losses_are_those_of_one_rank(ranks, model, flags, used, one_rank, tmp_path):
+    expected = one_rank(model)
+    actual, counted = losses(ranks, f"{model} {flags}", tmp_path / "run")
+    loss, norm, held_out = actual
+    assert loss == pytest.approx(expected[0], rel=0, abs=TOLERANCE)
+    assert norm == pytest.approx(expected[1], rel=TOLERANCE, abs=0)
+    assert held_out == pytest.approx(expected[2], rel=0, abs=TOLERANCE)
+    assert len(loss) == 6 and len(held_out) == 2
+    assert loss[0] - loss[-1] > 1, "it learns, so that a wrong gradient would show"
+    for group, call in used.items():
+        assert any(calls[group].get(call) for calls in counted), f"no {call} over {group}"
