@@ -1,7 +1,8 @@
 """The example trains alike in every layout. Class *numerical*: fp32, one process is the reference.
 
-Each case is a whole run of `examples/pretrain_gpt.py`: data, training, held-out loss, files. The
-losses of every step, the gradient norms and the held-out loss are held against those of one rank.
+Each case of training is a whole run of `examples/pretrain_gpt.py`: data, training, held-out loss,
+files. The losses of every step, the gradient norms and the held-out losses are held against those
+of one rank.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import megatron_lw
+from megatron_lw.optimizer.boxes import Box, BoxPair
+from megatron_lw.optimizer.describe import describe
 from tests.harness import run_ranks
 from tests.unit.example_modules import example
 
@@ -25,7 +29,7 @@ RUN = "--steps 6 --global-batch 8 --micro-batches 2 --eval-every 3 --eval-window
 TEXT = b"to be or not to be that is the question " * 200
 COUNTED = ("tp", "ep", "pp", "embedding")
 TOLERANCE = 1e-5
-"""Of losses, in nats a byte, and of gradient norms, relatively, over 6 steps from one seed."""
+"""Of losses, in nats a byte, over 6 steps; of gradient norms ten times as much, relatively."""
 
 
 def run_example(flags: str, folder: Path) -> dict[str, dict[str, int]]:
@@ -101,9 +105,43 @@ def test_losses_are_those_of_one_rank(ranks, model, flags, used, one_rank, tmp_p
     actual, counted = losses(ranks, f"{model} {flags}", tmp_path / "run")
     loss, norm, held_out = actual
     assert loss == pytest.approx(expected[0], rel=0, abs=TOLERANCE)
-    assert norm == pytest.approx(expected[1], rel=TOLERANCE, abs=0)
+    assert norm == pytest.approx(expected[1], rel=10 * TOLERANCE, abs=0)
     assert held_out == pytest.approx(expected[2], rel=0, abs=TOLERANCE)
     assert len(loss) == 6 and len(held_out) == 2
     assert loss[0] - loss[-1] > 1, "it learns, so that a wrong gradient would show"
     for group, call in used.items():
         assert any(calls[group].get(call) for calls in counted), f"no {call} over {group}"
+
+
+def parts(flags: str) -> list[tuple[str, torch.Tensor, tuple[BoxPair, ...]]]:
+    """What this rank has of the model, and which boxes of the whole it says that is."""
+    args = example("settings").make_parser().parse_args(f"{MODEL} {flags}".split())
+    example("settings").check_arguments(args)
+    prepare, gpt = example("prepare"), example("gpt")
+    config = gpt.GPTConfig(layers=2, width=32, heads=2, tied=args.tied, dtype=torch.float32)
+    groups = prepare.make_groups(args)
+    stage = prepare.build(config, args, groups)
+    model = describe([stage], groups, stage.names)
+    return [(info.name, model.params[info.name], info.boxes) for info in model.infos]
+
+
+@pytest.mark.parametrize("tied", ["", "--tied"], ids=["untied", "tied"])
+def test_parts_are_what_their_annotations_say(tied):
+    """Bitwise: all ranks' parts, put together by their boxes, are the whole model, of one name."""
+    flags = f"{tied} --experts 4"
+    [whole] = run_ranks(parts, 1, flags)
+    ranks = run_ranks(parts, 4, f"{flags} --tp 2 --ep 2 --pp 2 --sp")
+    expected = {name: weight for name, weight, _ in whole}
+    covered = {name: torch.zeros_like(weight) for name, weight in expected.items()}
+    for name, weight, pairs in (part for rank in ranks for part in rank):
+        for pair in pairs:
+            at, here = box_slices(pair.world), box_slices(pair.local)
+            assert torch.equal(expected[name][at], weight[here]), name
+            covered[name][at] = 1
+    assert all(places.all() for places in covered.values())
+    fused = [pairs for name, _, pairs in ranks[0] if name.endswith("qkv.weight")]
+    assert [len(pairs) for pairs in fused] == [3], "query, key and value"
+
+
+def box_slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
