@@ -22,6 +22,7 @@ from megatron_lw.errors import (
 )
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer import stats
+from megatron_lw.optimizer.check import check_optimizer
 from megatron_lw.optimizer.loss_scaler import make_scaler
 from megatron_lw.optimizer.param_groups import (
     check_settings,
@@ -153,6 +154,19 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
     def timings(self) -> dict[str, float]:
         """Seconds of each stage of the last step: reduce, stats, clip, each child, publish."""
         return self._watch.timings()
+
+    def check(self, *, collectives: bool = False) -> None:
+        """Check over all ranks what must hold between two steps; see `check_optimizer`.
+
+        Args:
+            collectives: whether to compare how often each rank has made each collective, too.
+
+        Collective: every rank calls it, between steps.
+
+        Raises:
+            InvariantError: on every rank, naming invariant, parameter, ranks and values.
+        """
+        check_optimizer(self, collectives=collectives)
 
     def routing_report(self) -> str:
         """A table of every parameter: child, matrix, parameter group, and why."""
