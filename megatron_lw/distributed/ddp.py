@@ -105,7 +105,9 @@ class DistributedDataParallel(nn.Module):
         for name, param in self.module.named_parameters():
             yield self.names.to_global(chunk, name), param
 
-    def attach(self, buckets: Sequence[BucketBuffer]) -> None:
+    def attach(
+        self, buckets: Sequence[BucketBuffer], after: DistributedDataParallel | None = None
+    ) -> None:
         """Take the buckets that hold this module's parameters, in place of earlier ones.
 
         Parameters that another wrapper or an earlier optimizer held are taken over; that one can
@@ -113,12 +115,17 @@ class DistributedDataParallel(nn.Module):
 
         Args:
             buckets: storage in backward order.
+            after: the next chunk, attached already, whose backward comes before this one's.
         """
         self._release()
         self._buckets = tuple(buckets)
         self._holder = Holder(self._release)
         if self.ddp_config.overlap_grad_reduce:
-            self._overlapped_reduce = OverlappedReduce(self._buckets, self.groups.replicas)
+            self._overlapped_reduce = OverlappedReduce(
+                self._buckets,
+                self.groups.replicas,
+                None if after is None else after._overlapped_reduce,
+            )
         for bucket in self._buckets:
             take_hold(bucket.params.values(), self._holder)
             for name, param in bucket.params.items():
@@ -127,9 +134,9 @@ class DistributedDataParallel(nn.Module):
         managed = self._managed()
         for module in self.module.modules():
             if module is self.module or any(id(p) in managed for p in module.parameters(False)):
-                before, after = Hook(self._before_load), Hook(self._after_load)
-                self._hooks.append(module.register_load_state_dict_pre_hook(before))
-                self._hooks.append(module.register_load_state_dict_post_hook(after))
+                ahead, behind = Hook(self._before_load), Hook(self._after_load)
+                self._hooks.append(module.register_load_state_dict_pre_hook(ahead))
+                self._hooks.append(module.register_load_state_dict_post_hook(behind))
 
     def _release(self) -> None:
         """Let go of the module: no hook of ours stays on it."""
@@ -204,8 +211,9 @@ class DistributedDataParallel(nn.Module):
         """Reduce the buckets that backward has not; a second call in one step does nothing.
 
         Args:
-            divisor: what the summed gradients are divided by; each bucket's own divisor (the ranks
-                averaged over) if None.
+            divisor: what gradients summed over data parallelism are divided by; each bucket's own
+                divisor (the ranks averaged over) if None. What more ranks than those are averaged
+                over still is.
 
         Collective: one reduce-scatter a bucket over its reduce group, on every rank.
 
@@ -218,10 +226,14 @@ class DistributedDataParallel(nn.Module):
         if self._reduced:
             return
         overlapped = self._overlapped_reduce
-        for bucket in self._buckets if overlapped is None else overlapped.rest():
-            reduce.start_reduce(bucket, async_op=True)
+        if overlapped is None:
+            for bucket in self._buckets:
+                reduce.start_reduce(bucket, async_op=True)
+        else:
+            overlapped.flush()
         for bucket in self._buckets:
-            reduce.finish_reduce(bucket, divisor)
+            further = bucket.divisor / self.groups.dp.size
+            reduce.finish_reduce(bucket, None if divisor is None else divisor * further)
         if overlapped is not None:
             overlapped.finished()
         self._reduced = True

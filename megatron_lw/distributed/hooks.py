@@ -26,26 +26,42 @@ from megatron_lw.distributed.reduce import start_reduce
 class OverlappedReduce:
     """Starts the reduce of each bucket as soon as backward has finished its gradients.
 
-    Buckets are started in one order, agreed on by all ranks: a bucket waits for those before it.
-    The order, and how often autograd delivers a gradient for a parameter in one backward (several
-    times where activations are recomputed piece by piece), are learned in the first backward, in
-    which nothing overlaps: buckets that were not complete on every rank, since a parameter got no
-    gradient, come last. A parameter that got none is awaited all the same; `finish_grad_sync`
-    reduces what is left.
+    Buckets are started in one order, agreed on by all ranks: a bucket waits for those before it,
+    and those of a chunk for all of the chunk after it, whose backward comes first. The order, and
+    how often autograd delivers a gradient for a parameter in one backward (several times where
+    activations are recomputed piece by piece), are learned in the first backward, in which nothing
+    overlaps: buckets that were not complete on every rank, since a parameter got no gradient, come
+    last. A parameter that got none is awaited all the same; `flush` reduces what is left.
 
     Args:
         buckets: the chunk's buckets, in the order in which backward completes them.
-        group: the ranks that have the same buckets, to agree on the order.
+        group: the ranks that share some of them, to agree on the order.
+        after: that of the next chunk, whose backward comes before this one's.
     """
 
-    def __init__(self, buckets: Sequence[BucketBuffer], group: Group) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[BucketBuffer],
+        group: Group,
+        after: OverlappedReduce | None = None,
+    ) -> None:
         self._buckets = tuple(buckets)
         self._group = group
+        self._after = after
+        self._before: OverlappedReduce | None = None
+        if after is not None:
+            after._before = self
         self._order: list[int] | None = None
         self._bucket_of = {name: b for b, bucket in enumerate(buckets) for name in bucket.names}
         self._expected = Counter(dict.fromkeys(self._bucket_of, 1))
         self._arrived: Counter[str] = Counter()
         self.reset()
+
+    @property
+    def _all_started(self) -> bool:
+        """Whether nothing of this chunk, or of one after it, has still to be started."""
+        mine = self._order is not None and self._next == len(self._buckets)
+        return mine and (self._after is None or self._after._all_started)
 
     def reset(self) -> None:
         """Forget what has arrived, before the backward of a new step."""
@@ -61,32 +77,47 @@ class OverlappedReduce:
         self._arrived[name] += 1
         if self._arrived[name] <= self._expected[name]:
             self._missing[self._bucket_of[name]] -= 1
-        while self._order is not None and self._next < len(self._order):
+        self._advance()
+
+    def _advance(self) -> None:
+        if self._order is None or (self._after is not None and not self._after._all_started):
+            return
+        while self._next < len(self._order):
             index = self._order[self._next]
             if self._missing[index] > 0:
                 return
             start_reduce(self._buckets[index], async_op=True)
             self._next += 1
+        if self._before is not None:
+            self._before._advance()
 
-    def rest(self) -> list[BucketBuffer]:
-        """The buckets that backward has not started, in the agreed order."""
-        order = self._order or range(len(self._buckets))
-        return [self._buckets[index] for index in list(order)[self._next :]]
+    def flush(self) -> None:
+        """Start the reduces that backward has not, in the agreed order, after the next chunk's.
+
+        Collective: one reduce-scatter for each such bucket.
+        """
+        if self._after is not None:
+            self._after.flush()
+        order = range(len(self._buckets)) if self._order is None else self._order
+        for index in list(order)[self._next :]:
+            start_reduce(self._buckets[index], async_op=True)
+        self._next = len(self._buckets)
 
     def finished(self) -> None:
         """Note that all buckets are reduced; learn from the first step that had a backward.
 
         Collective: an all-gather of small objects over the group, until the order is known.
         """
-        self._next = len(self._buckets)
         if self._order is not None:
             return
-        incomplete = {self._bucket_of[name] for name in self._bucket_of if not self._arrived[name]}
-        gathered = all_gather_objects(sorted(incomplete), self._group)
-        late = {index for found in gathered for index in found}
-        if len(late) < len(self._buckets):
+        labels = [bucket.label for bucket in self._buckets]
+        incomplete = {labels[self._bucket_of[n]] for n in self._bucket_of if not self._arrived[n]}
+        gathered = all_gather_objects((labels, sorted(incomplete)), self._group)
+        late = {label for _, found in gathered for label in found}
+        # Every rank decides alike, also one that holds nothing, or only what is late.
+        if late != {label for found, _ in gathered for label in found}:
             everything = range(len(self._buckets))
-            self._order = [b for b in everything if b not in late] + sorted(late)
+            self._order = sorted(everything, key=lambda index: labels[index] in late)
             self._expected |= self._arrived
 
 

@@ -79,8 +79,12 @@ def build_runtime(
         for domain, plan in plans.items()
         for index in range(len(plan.buckets))
     ]
-    for number, chunk in enumerate(chunks):
-        chunk.attach([p.buffer for p in placed if plans[p.domain].buckets[p.index].chunk == number])
+    after: DistributedDataParallel | None = None
+    for number, chunk in reversed(list(enumerate(chunks))):
+        buckets = [p for p in placed if plans[p.domain].buckets[p.index].chunk == number]
+        chunk.attach([p.buffer for p in buckets], after)
+        after = chunk
+    for chunk in chunks:
         chunk.broadcast_params()
     publishers = {p.buffer: Publisher(MasterRow(p.buffer)) for p in placed}
     for chunk in chunks:

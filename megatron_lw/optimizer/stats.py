@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 
@@ -48,10 +50,12 @@ class GradStats:
 
 @dataclass(frozen=True, slots=True)
 class CountedRun:
-    """A run of a bucket's row that this rank counts: no second copy of anything.
+    """A run of a bucket's row: counted, or a copy of what another rank counts.
 
     Attributes:
         bucket: the bucket.
+        counts: whether it enters norm and zero count; of copies, only whether they are finite is
+            asked: an element may overflow in one copy alone.
         start: first element in the row.
         stop: one past the last.
         padding: elements in it that are padding: always zero, so without effect on the norm, and
@@ -60,6 +64,7 @@ class CountedRun:
     """
 
     bucket: BucketBuffer
+    counts: bool
     start: int
     stop: int
     padding: int
@@ -74,7 +79,7 @@ class CountedRun:
 def counted_runs(
     buckets: Sequence[BucketBuffer], counted: Callable[[str], int]
 ) -> tuple[CountedRun, ...]:
-    """The runs of this rank's rows that enter the statistics, as few as possible.
+    """The runs of this rank's rows, as few as possible, with whether they are counted.
 
     Args:
         buckets: all buckets of this rank.
@@ -83,24 +88,19 @@ def counted_runs(
     """
     runs: list[CountedRun] = []
     for bucket in buckets:
-        slots: list[tuple[str, int, int]] = []
+        slots: list[tuple[bool, str, int, int]] = []
         for name, slot in bucket.row_slots():
-            numel = min(slot.numel, counted(name) - slot.param_start)
-            if numel > 0:
-                slots.append((name, slot.row_start, slot.row_start + numel))
-            if numel < slot.numel:
-                runs += _run(bucket, slots)
-                slots = []
-        runs += _run(bucket, slots)
+            end = slot.row_start + slot.numel
+            middle = end - slot.numel + max(0, min(slot.numel, counted(name) - slot.param_start))
+            slots.append((True, name, slot.row_start, middle))
+            slots.append((False, name, middle, end))
+        slots = [slot for slot in slots if slot[2] < slot[3]]
+        for counts, found in groupby(slots, key=itemgetter(0)):
+            parts = tuple((name, start, stop) for _, name, start, stop in found)
+            start, stop = parts[0][1], parts[-1][2]
+            padding = stop - start - sum(last - first for _, first, last in parts)
+            runs.append(CountedRun(bucket, counts, start, stop, padding, parts))
     return tuple(runs)
-
-
-def _run(bucket: BucketBuffer, slots: Sequence[tuple[str, int, int]]) -> list[CountedRun]:
-    if not slots:
-        return []
-    start, stop = slots[0][1], slots[-1][2]
-    padding = stop - start - sum(end - begin for _, begin, end in slots)
-    return [CountedRun(bucket, start, stop, padding, tuple(slots))]
 
 
 def measure(
@@ -130,8 +130,8 @@ def measure(
     total[2], total[3] = fingerprint, fingerprint**2
     for run in runs:
         grads = run.grads
-        total[0] += sum_of_squares(grads)
-        if count_zeros:
+        total[0] += sum_of_squares(grads) * run.counts  # nan for a copy that is not finite
+        if count_zeros and run.counts:
             total[1] += grads.numel() - run.padding - torch.count_nonzero(grads)
     all_reduce(total, group, label="gradient statistics")
     squares, zeros, first, second = total.tolist()
@@ -180,7 +180,7 @@ def _careful_sum_of_squares(
 ) -> float:
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for run in runs:
-        total += torch.linalg.vector_norm(run.grads, dtype=torch.float64).square_()
+        total += torch.linalg.vector_norm(run.grads, dtype=torch.float64).square_() * run.counts
     all_reduce(total, group, label="gradient statistics in fp64")
     return float(total)
 
