@@ -81,8 +81,8 @@ CASES = {
     "T2 SP": (2, "", "--tp 2 --sp", {"tp": "reduce_scatter"}),
     "E2": (2, "--experts 4", "--ep 2", {"ep": "all_to_all"}),
     "T2 E2": (2, "--experts 4", "--tp 2 --ep 2", {"tp": "all_gather", "ep": "all_to_all"}),
-    "P2": (2, "", "--pp 2", {"pp": "send"}),
-    "P2 tied": (2, "--tied", "--pp 2", {"pp": "send", "embedding": "all_reduce"}),
+    "P2": (2, "", "--pp 2 --micro-batches 4", {"pp": "send"}),
+    "P2 tied": (2, "--tied", "--pp 2 --micro-batches 1", {"pp": "send", "embedding": "all_reduce"}),
     "D2 T2 overlap": (4, "", "--tp 2 --overlap", {"tp": "all_reduce"}),
     "T2 SP P2 tied overlap": (
         4,
