@@ -74,7 +74,7 @@ class DistributedDataParallel(nn.Module):
         self._overlapped_reduce: OverlappedReduce | None = None
         self._overlapped_gather: OverlappedGather | None = None
         self._sync = True
-        self._reduced = False
+        self._started = self._reduced = False
         self.finalized = False
         self._attached = False
         self._stale = False
@@ -148,7 +148,8 @@ class DistributedDataParallel(nn.Module):
         self._hooks = []
         self._buckets, self._publishers = (), ()
         self._overlapped_reduce = self._overlapped_gather = None
-        self._attached = self._reduced = self.finalized = self._stale = False
+        self._started = self._reduced = self.finalized = False
+        self._attached = self._stale = False
 
     def _managed(self) -> set[int]:
         return {id(param) for bucket in self._buckets for param in bucket.params.values()}
@@ -173,7 +174,7 @@ class DistributedDataParallel(nn.Module):
         """Zero all gradient storage; needed before the backward of each step."""
         for bucket in self._buckets:
             bucket.clear()
-        self._reduced = self.finalized = False
+        self._started = self._reduced = self.finalized = False
         if self._overlapped_reduce is not None:
             self._overlapped_reduce.reset()
 
@@ -207,13 +208,8 @@ class DistributedDataParallel(nn.Module):
                     "backward() before each step()"
                 )
 
-    def finish_grad_sync(self, divisor: float | None = None) -> None:
-        """Reduce the buckets that backward has not; a second call in one step does nothing.
-
-        Args:
-            divisor: what gradients summed over data parallelism are divided by; each bucket's own
-                divisor (the ranks averaged over) if None. What more ranks than those are averaged
-                over still is.
+    def start_grad_sync(self) -> None:
+        """Start the reduces that backward has not; a second call in one step does nothing.
 
         Collective: one reduce-scatter a bucket over its reduce group, on every rank.
 
@@ -222,20 +218,37 @@ class DistributedDataParallel(nn.Module):
         """
         self._require_optimizer()
         if not self._sync:
-            raise StateError("finish_grad_sync called within no_sync(): leave it first")
-        if self._reduced:
+            raise StateError("the gradients cannot be reduced within no_sync(): leave it first")
+        if self._started:
             return
-        overlapped = self._overlapped_reduce
-        if overlapped is None:
+        if self._overlapped_reduce is None:
             for bucket in self._buckets:
                 reduce.start_reduce(bucket, async_op=True)
         else:
-            overlapped.flush()
+            self._overlapped_reduce.flush()
+        self._started = True
+
+    def finish_grad_sync(self, divisor: float | None = None) -> None:
+        """Reduce the gradients, if they are not; a second call in one step does nothing.
+
+        Args:
+            divisor: what gradients summed over data parallelism are divided by; each bucket's own
+                divisor (the ranks averaged over) if None. What more ranks than those are averaged
+                over still is.
+
+        Collective: see `start_grad_sync`.
+
+        Raises:
+            StateError: called within `no_sync`, or the module has no optimizer yet.
+        """
+        self.start_grad_sync()
+        if self._reduced:
+            return
         for bucket in self._buckets:
             further = bucket.divisor / self.groups.dp.size
             reduce.finish_reduce(bucket, None if divisor is None else divisor * further)
-        if overlapped is not None:
-            overlapped.finished()
+        if self._overlapped_reduce is not None:
+            self._overlapped_reduce.finished()
         self._reduced = True
 
     def scale_gradients(self, factor: float) -> None:

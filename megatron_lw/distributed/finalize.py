@@ -53,6 +53,10 @@ def finalize_model_grads(
     if all(chunk.finalized for chunk in chunks):
         return
     groups = chunks[0].groups if pg_collection is None else pg_collection
+    # First, since backward may have started more of them on one rank than on another, and the
+    # calls of a group must come in one order.
+    for chunk in chunks:
+        chunk.start_grad_sync()
     divisor = None if num_tokens is None else _all_tokens(num_tokens, groups)
     for chunk in chunks:
         chunk.finish_grad_sync(divisor)
