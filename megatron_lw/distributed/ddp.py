@@ -6,6 +6,7 @@ lies where and then calls `attach`. Until then the module behaves as before.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from megatron_lw.distributed import collectives, reduce
 from megatron_lw.distributed.buffers import BucketBuffer, GradState
 from megatron_lw.distributed.gather import Publisher
 from megatron_lw.distributed.hooks import OverlappedGather, OverlappedReduce
-from megatron_lw.distributed.inert import Hook
+from megatron_lw.distributed.inert import Hook, weakly
 from megatron_lw.errors import ConfigError, StateError
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer.describe import (
@@ -119,7 +120,7 @@ class DistributedDataParallel(nn.Module):
         """
         self._release()
         self._buckets = tuple(buckets)
-        self._holder = Holder(self._release)
+        self._holder = Holder(weakly(self._release))
         if self.ddp_config.overlap_grad_reduce:
             self._overlapped_reduce = OverlappedReduce(
                 self._buckets,
@@ -134,7 +135,7 @@ class DistributedDataParallel(nn.Module):
         managed = self._managed()
         for module in self.module.modules():
             if module is self.module or any(id(p) in managed for p in module.parameters(False)):
-                ahead, behind = Hook(self._before_load), Hook(self._after_load)
+                ahead, behind = Hook(weakly(self._before_load)), Hook(weakly(self._after_load))
                 self._hooks.append(module.register_load_state_dict_pre_hook(ahead))
                 self._hooks.append(module.register_load_state_dict_post_hook(behind))
 
@@ -359,12 +360,19 @@ class DistributedDataParallel(nn.Module):
             )
 
     def _land_gradient(self, bucket: BucketBuffer, name: str) -> Callable[[torch.Tensor], None]:
-        """The hook that moves a gradient into its bucket when autograd has finished it."""
+        """The hook that moves a gradient into its bucket when autograd has finished it.
+
+        It holds us weakly: autograd keeps the hook where Python's garbage collector cannot see it,
+        so that a strong reference would keep model, buckets and process groups alive for ever.
+        """
+        wrapper, storage = weakref.ref(self), weakref.ref(bucket)
 
         def hook(param: torch.Tensor) -> None:
-            if isinstance(param, nn.Parameter):
-                bucket.add_gradient(name, take_gradient(param))
-                if self._sync and self._overlapped_reduce is not None:
-                    self._overlapped_reduce.arrived(name)
+            ddp, place = wrapper(), storage()
+            if ddp is None or place is None or not isinstance(param, nn.Parameter):
+                return
+            place.add_gradient(name, take_gradient(param))
+            if ddp._sync and ddp._overlapped_reduce is not None:
+                ddp._overlapped_reduce.arrived(name)
 
         return hook

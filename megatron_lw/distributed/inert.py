@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A bound method that does nothing once its object is gone, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        found = reference()
+        if found is not None:
+            found(*args)
+
+    return call
 
 
 class Hook:

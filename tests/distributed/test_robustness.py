@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -152,6 +154,27 @@ def copies():
 def test_copies_of_the_module_are_plain_and_copies_of_the_wrapper_are_refused():
     for untouched, refused, plain_grad, success in run_ranks(copies, 2):
         assert untouched and refused == 4 and plain_grad and success
+
+
+def dropped():
+    """Whether wrapper, buckets and process groups go when the last reference to them does."""
+    groups = megatron_lw.ParallelGroups.create()
+    ddp, optimizer = build(SHAPES, CONFIG, groups=groups)
+    step_once(ddp, optimizer)
+    watched = [weakref.ref(ddp), weakref.ref(ddp.buckets[0]), weakref.ref(groups.dp.handle)]
+    module = ddp.module
+    del ddp, optimizer
+    groups.destroy()
+    del groups
+    gc.collect()
+    module(integer_grads(SHAPES, 0, 0)).backward()
+    return [ref() is None for ref in watched], module.c_bias.grad is not None
+
+
+def test_a_dropped_optimizer_leaves_a_plain_module():
+    for gone, plain in run_ranks(dropped, 2):
+        assert all(gone), gone
+        assert plain
 
 
 def test_zero_grad_of_the_wrapper_zeroes():
