@@ -61,7 +61,7 @@ class OptimizerConfig:
 
     # Precision
     fp8_recipe: str | None = None
-    """No effect: how a weight is quantised is read from the weight."""
+    """No effect: quantised weights are not supported yet."""
     fp16: bool = False
     """Whether half-precision weights are FP16; the loss must then go through `scale_loss`."""
     bf16: bool = False
@@ -119,7 +119,7 @@ class OptimizerConfig:
     muon_momentum: float = 0.95
     """Decay rate of the momentum average, in [0, 1). Megatron's command line passes 0.9."""
     muon_split_qkv: bool = True
-    """No effect: a fused QKV weight is split where blocks are declared for it, else not at all."""
+    """No effect: a fused QKV weight is orthogonalised as one matrix."""
     muon_nesterov: bool = False
     """Whether to orthogonalise the momentum one step ahead."""
     muon_scale_mode: str = "spectral"

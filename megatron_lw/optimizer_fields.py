@@ -42,7 +42,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         "apply_wd_to_qk_layernorm": honoured(
             flag(), "standard_overrides then leaves decay on the layer norms of queries and keys"
         ),
-        "fp8_recipe": no_effect("how a weight is quantised is read from the weight"),
+        "fp8_recipe": no_effect("quantised weights are not supported yet"),
         "fp16": honoured(flag(), "half-precision weights are FP16, trained with a scaled loss"),
         "bf16": honoured(flag(), "half-precision weights are BF16; each has an fp32 master"),
         "reuse_grad_buf_for_mxfp8_param_ag": refused(
@@ -86,7 +86,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         ),
         "sgd_momentum": no_effect(_OTHER_OPTIMIZER),
         "muon_momentum": honoured(number(0, 1), "decay rate of Muon's momentum average"),
-        "muon_split_qkv": no_effect("a parameter is split where blocks are declared for it"),
+        "muon_split_qkv": no_effect("a fused matrix is orthogonalised as one"),
         "muon_nesterov": honoured(flag(), "orthogonalise the momentum one step ahead"),
         "muon_scale_mode": honoured(
             one_of("spectral", "unit_rms_norm", "shape_scaling"),

@@ -163,7 +163,8 @@ class BucketBuffer:
             raise StateError(
                 f"a gradient of {name!r} arrived while its bucket holds {self.grad_state.value}; "
                 "call zero_grad() before the next backward, and no_sync() around all backwards of "
-                "a step but the last"
+                "a step but the last; with overlap_grad_reduce a parameter must get its gradient "
+                "as often as in the first step (checkpoint with use_reentrant=False delivers one)"
             )
         self.grad_state = GradState.ACCUMULATING
         if grad is not None:

@@ -30,8 +30,9 @@ class OverlappedReduce:
     and those of a chunk for all of the chunk after it, whose backward comes first. The order, and
     how often autograd delivers a gradient for a parameter in one backward (several times where
     activations are recomputed piece by piece), are learned in the first backward, in which nothing
-    overlaps: buckets that were not complete on every rank, since a parameter got no gradient, come
-    last. A parameter that got none is awaited all the same; `flush` reduces what is left.
+    overlaps: buckets come in the order in which they were complete, those that were not on every
+    rank, since a parameter got no gradient, last. A parameter that got none is awaited all the
+    same; `flush` reduces what is left.
 
     Args:
         buckets: the chunk's buckets, in the order in which backward completes them.
@@ -55,6 +56,7 @@ class OverlappedReduce:
         self._bucket_of = {name: b for b, bucket in enumerate(buckets) for name in bucket.names}
         self._expected = Counter(dict.fromkeys(self._bucket_of, 1))
         self._arrived: Counter[str] = Counter()
+        self._completed_at = [0] * len(self._buckets)
         self.reset()
 
     @property
@@ -75,6 +77,7 @@ class OverlappedReduce:
         Collective: reduce-scatters of complete buckets, in the agreed order.
         """
         self._arrived[name] += 1
+        self._completed_at[self._bucket_of[name]] = self._arrived.total()
         if self._arrived[name] <= self._expected[name]:
             self._missing[self._bucket_of[name]] -= 1
         self._advance()
@@ -112,12 +115,17 @@ class OverlappedReduce:
             return
         labels = [bucket.label for bucket in self._buckets]
         incomplete = {labels[self._bucket_of[n]] for n in self._bucket_of if not self._arrived[n]}
-        gathered = all_gather_objects((labels, sorted(incomplete)), self._group)
+        times = dict(zip(labels, self._completed_at, strict=True))
+        gathered = all_gather_objects((times, incomplete), self._group)
         late = {label for _, found in gathered for label in found}
-        # Every rank decides alike, also one that holds nothing, or only what is late.
-        if late != {label for found, _ in gathered for label in found}:
-            everything = range(len(self._buckets))
-            self._order = sorted(everything, key=lambda index: labels[index] in late)
+        # Every rank decides alike, also one that holds nothing, or only what is late: a bucket has
+        # the place that the first rank with it gave it.
+        completed: dict[str, int] = {}
+        for found, _ in reversed(gathered):
+            completed |= found
+        if late != set(completed):
+            keys = {label: (label in late, completed[label], label) for label in labels}
+            self._order = sorted(range(len(labels)), key=lambda index: keys[labels[index]])
             self._expected |= self._arrived
 
 

@@ -68,8 +68,13 @@ def _groups(
     model_chunks: Sequence[nn.Module], pg_collection: ParallelGroups | None
 ) -> ParallelGroups:
     """The groups given, or else those that the chunks were wrapped with."""
-    if pg_collection is not None:
+    if isinstance(pg_collection, ParallelGroups):
         return pg_collection
+    if pg_collection is not None:
+        raise ConfigError(
+            f"pg_collection is a {type(pg_collection).__name__}; pass a "
+            "megatron_lw.ParallelGroups, say from ParallelGroups.from_torch"
+        )
     for chunk in [] if isinstance(model_chunks, nn.Module) else model_chunks:
         if isinstance(chunk, DistributedDataParallel):
             return chunk.groups

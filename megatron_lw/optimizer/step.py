@@ -95,9 +95,10 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             (None if it is not finite), and the number of zero gradient elements (None unless
             `config.log_num_zeros_in_grad`).
 
-        Collective: per bucket one reduce-scatter and one all-gather over its reduce group and,
-        where matrices are cut, two all-to-alls over its exchange group; one all-reduce over
-        `groups.grad_stats`. Every rank calls it.
+        Collective: per bucket one reduce-scatter and one all-gather over its reduce group, where
+        matrices are cut two all-to-alls over it, and with tensor parallelism two over the
+        tensor-parallel group; one all-reduce over `groups.grad_stats` and one of an integer over
+        `groups.control`. Every rank calls it.
 
         Raises:
             NonFiniteError: a gradient element is not finite and `on_nonfinite` is "raise"; on every
@@ -127,6 +128,8 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             self._agree_on(failure)
         with self._stage("publish"):
             for chunk in self.model_chunks:
+                chunk.masters_newer = True
+            for chunk in self.model_chunks:
                 chunk.publish()
         return True, norm, measured.zeros
 
@@ -152,7 +155,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             chunk.reload_masters()
 
     def timings(self) -> dict[str, float]:
-        """Seconds of each stage of the last step: reduce, stats, clip, each child, publish."""
+        """Seconds of each stage of the last step: reduce, stats, clip, children, agree, publish."""
         return self._watch.timings()
 
     def check(self, *, collectives: bool = False) -> None:
@@ -256,7 +259,11 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
                 except StateError as error:
                     failure = failure or StateError(f"stage {child.name!r}, {error}")
                 except BaseException as error:
-                    self._break(f"stage {child.name!r}: {type(error).__name__}: {error}")
+                    what = f"stage {child.name!r}: {type(error).__name__}: {error}"
+                    if isinstance(error, Exception) and not isinstance(error, CommunicationError):
+                        failure = failure or StateError(what)
+                        continue
+                    self._break(what)
                     raise
         return failure
 

@@ -29,12 +29,15 @@ class Wild(nn.Module):
         self.root_scale = nn.Parameter(torch.ones(16, dtype=dtype))
         self.norm = nn.LayerNorm(16, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, order: list[int], recompute: bool = False) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, order: list[int], reentrant: bool | None = None
+    ) -> torch.Tensor:
         x = functional.linear(x, self.borrowed.weight, self.borrowed.bias)
         x = self.stem(x * self.root_scale)
         for index in order:
             block = self.blocks[index]
-            x = x + (checkpoint(block, x, use_reentrant=True) if recompute else block(x))
+            y = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+            x = x + y
         return self.norm(x @ self.loose["w"]).float().square().mean()
 
 
@@ -44,7 +47,7 @@ def orders(step: int, rank: int) -> list[int]:
     return choices[(step + rank) % len(choices)]
 
 
-def train(overlap, steps, disturb, recompute=False, bucket_size=300):
+def train(overlap, steps, disturb, bucket_size=300):
     groups = megatron_lw.ParallelGroups.create()
     config = megatron_lw.DDPConfig(
         bucket_size=bucket_size, overlap_grad_reduce=overlap, overlap_param_gather=overlap
@@ -59,12 +62,12 @@ def train(overlap, steps, disturb, recompute=False, bucket_size=300):
         generator = torch.Generator().manual_seed(100 * step + rank)
         x = torch.randn(8, 16, generator=generator).bfloat16()
         with ddp.no_sync():
-            loss = ddp(x, orders(step, rank), recompute)
+            loss = ddp(x, orders(step, rank))
             (loss / 2).backward()
         pending += sum(p.outstanding for p in ddp.publishers)
         if disturb and step % 7 == 3:
             loss = loss * float("nan")
-        loss = ddp(x + 1, orders(step + 1, rank), recompute)
+        loss = ddp(x + 1, orders(step + 1, rank))
         if disturb and step % 7 == 3:
             loss = loss * float("nan")
         (loss / 2).backward()
@@ -98,13 +101,31 @@ def test_fifty_steps_equal_the_synchronous_path(ranks, disturb):
         assert not disturb or any(not success for success, _, _ in a[1])
 
 
-def test_recomputed_activations():
-    """Reentrant checkpoints deliver a weight's gradient more than once in one backward."""
-    plain = run_ranks(train, 2, False, 6, False, True)
-    overlapped = run_ranks(train, 2, True, 6, False, True)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_activations(reentrant):
+    """Reentrant checkpoints deliver a weight's gradient once for each run, others once in all."""
+    plain = run_ranks(recomputed, 2, False, reentrant)
+    overlapped = run_ranks(recomputed, 2, True, reentrant)
     for a, b in zip(plain, overlapped, strict=True):
         for name, weight in a[0].items():
             assert torch.equal(weight, b[0][name]), name
+        assert a[1] == 0 and b[1] > 0
+
+
+def recomputed(overlap, reentrant):
+    """Blocks run twice under checkpoints."""
+    groups = megatron_lw.ParallelGroups.create()
+    config = megatron_lw.DDPConfig(bucket_size=300, overlap_grad_reduce=overlap)
+    ddp = megatron_lw.DistributedDataParallel(Wild(), groups, config)
+    optimizer = megatron_lw.get_megatron_optimizer(megatron_lw.OptimizerConfig(**CONFIG), [ddp])
+    early = 0
+    for step in range(4):
+        optimizer.zero_grad()
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).bfloat16()
+        ddp(x.requires_grad_(), [0, 0, 1, 1, 2, 2, 3, 3], reentrant).backward()
+        early += sum(bucket.handle.outstanding for bucket in ddp.buckets)
+        optimizer.step()
+    return {n: p.detach() for n, p in ddp.module.named_parameters()}, early
 
 
 def gather_events():

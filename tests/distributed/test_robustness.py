@@ -177,6 +177,14 @@ def test_a_dropped_optimizer_leaves_a_plain_module():
         assert plain
 
 
+def test_a_gradient_that_comes_after_its_bucket_has_left_is_refused_with_the_remedy():
+    ddp, _ = single()
+    bucket = ddp.buckets[0]
+    bucket.begin_reduce()
+    with pytest.raises(StateError, match="use_reentrant=False"):
+        bucket.add_gradient(bucket.names[0], None)
+
+
 def test_zero_grad_of_the_wrapper_zeroes():
     ddp, _ = single()
     for _ in range(2):
