@@ -4,7 +4,7 @@ PYTHONS := python3.11 python3.12 python3.13 python3
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test fuzz lint bench clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -31,6 +31,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest
 
+fuzz: $(STAMP)
+	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest tests/properties/test_parallel_properties.py
+
 lint: $(STAMP)
 	@failed=0; \
 	for check in "ruff check ." "ruff format --check ." mypy codespell_lib; do \
@@ -40,6 +43,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) benchmarks/step.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/parallel.py
 
 clean:
 	rm -rf .venv build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,7 +22,9 @@ torch.set_warn_always(True)  # as the ranks do
 # No deadline: a slow machine is not a failure. In CI the examples are the same on every run.
 hypothesis.settings.register_profile("here", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
+hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000)
+_DEFAULT_PROFILE = "ci" if os.environ.get("CI") else "here"
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", _DEFAULT_PROFILE))
 
 
 @pytest.fixture(autouse=True)
