@@ -31,8 +31,11 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest
 
+# 2,000 random parallel runs, half an hour. A printed seed repeats them: make fuzz SEED=...
+fuzz: SEED ?= $(shell date +%s)
 fuzz: $(STAMP)
-	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest tests/properties/test_parallel_properties.py
+	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest tests/properties/test_parallel_properties.py \
+		--hypothesis-seed=$(SEED)
 
 lint: $(STAMP)
 	@failed=0; \
