@@ -20,6 +20,7 @@ AGREED = {
     "momentum": r"stage 'muon'.*bucket of '[abc]_weight': MemoryError: injected",
     "Newton-Schulz": r"stage 'muon'.*bucket of '[abc]_weight': MemoryError: injected",
     "apply": r"stage 'muon'.*bucket of '[abc]_weight': MemoryError: injected",
+    "adam": r"stage 'adam': MemoryError: injected",
 }
 STUCK = {
     "reduce": r"reduce-scatter over group '\w+' \(reduce bucket of '[abcd]_\w+'\)",
@@ -84,16 +85,6 @@ def test_an_interrupted_rank_is_broken_and_so_are_the_others():
         is_broken(outcome)
 
 
-def test_a_dead_rank_is_noticed_within_the_timeout_of_the_group():
-    """At once where its data is waited for; the rest wait for ranks that have given up."""
-    with pytest.raises(AssertionError) as failure:
-        expect_failure_on_all(fault_cases.dead, RANKS, CommunicationError, STUCK["reduce"])
-    text = str(failure.value)
-    ranks = re.findall(r"^--- rank (\d+) ---$", text, re.MULTILINE)
-    assert ranks == [str(FAULTY)], f"every other rank names the reduce\n{text}"
-    assert "the process died with exit code 17" in text
-
-
 def test_a_rank_that_forgot_zero_grad_says_so_and_the_others_name_the_reduce():
     for rank, (first, second) in enumerate(run_ranks(fault_cases.forgotten_zero_grad, RANKS)):
         if rank == FAULTY:
@@ -127,3 +118,13 @@ def test_what_is_out_of_scope_is_refused_by_name_with_a_remedy(make, settings, r
     with pytest.raises(ConfigError, match=re.escape(name)) as refusal:
         make(**settings)
     assert repr(value) in str(refusal.value) and remedy in str(refusal.value)
+
+
+def test_a_dead_rank_is_noticed_within_the_timeout_of_the_group():
+    """At once where its data is waited for; the rest wait for ranks that have given up."""
+    with pytest.raises(AssertionError) as failure:
+        expect_failure_on_all(fault_cases.dead, RANKS, CommunicationError, STUCK["reduce"])
+    text = str(failure.value)
+    ranks = re.findall(r"^--- rank (\d+) ---$", text, re.MULTILINE)
+    assert ranks == [str(FAULTY)], f"every other rank names the reduce\n{text}"
+    assert "the process died with exit code 17" in text
