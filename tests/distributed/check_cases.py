@@ -202,8 +202,8 @@ FAULTS: dict[str, Fault] = {
     "unfrozen": (unfreeze, ("bindings: parameter 'extra' is trainable but in no bucket",)),
     "gradient elsewhere": (forget_gradient, ("bindings: parameter 'b_weight' has a gradient",)),
     "illegal state": (
-        lambda ddp, opt: patched(bucket_of(opt, "c_bias"), "grad_state", GradState.ACCUMULATING),
-        ("bucket states: bucket of", "finalized", "[rank 1]"),
+        lambda ddp, opt: patched(bucket_of(opt, "c_bias"), "handle", Handle(object())),
+        ("bucket states: bucket of", "used while a reduce is under way", "[rank 1]"),
     ),
     "state of one rank": (
         lambda ddp, opt: patched(bucket_of(opt, "a_weight"), "grad_state", GradState.REDUCED),
