@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.cases import relative
+import megatron_lw
+from tests.distributed.cases import Bag, relative
 from tests.distributed.parallel_cases import Spec, part_of, reference_parallel, train_parallel
 from tests.harness import run_ranks
 
@@ -136,3 +137,34 @@ def test_fp32_replicas(ranks, sizes):
     for name in ("fp32_weight", "fp32_bias"):
         for run in runs[1:]:
             assert torch.equal(runs[0].weights[-1][name], run.weights[-1][name])
+
+
+def replica_gradients(sizes):
+    """FP32 replicas with gradients 1, 2, 3, 4, then two clipped steps with unequal components."""
+    groups = megatron_lw.ParallelGroups.create(**sizes)
+    model = Bag({"fp32_bias": (5,)}, torch.float32)
+    megatron_lw.annotate(model.fp32_bias, keep_fp32=True)
+    ddp = megatron_lw.DistributedDataParallel(model, groups)
+    config = megatron_lw.OptimizerConfig(lr=0.1, clip_grad=1.0)
+    optimizer = megatron_lw.get_megatron_optimizer(config, [ddp])
+    rank = groups.replicas.rank
+    optimizer.zero_grad()
+    ddp({"fp32_bias": torch.full((5,), rank + 1.0)}).backward()
+    megatron_lw.finalize_model_grads([ddp])
+    reduced = [float(b.grad_row[0]) for b in ddp.buckets if list(b.row_slots())]
+    optimizer.step()
+    for step in range(2):
+        optimizer.zero_grad()
+        ddp({"fp32_bias": torch.arange(5.0) * (rank + 1) + step}).backward()
+        norm = optimizer.step()[1]
+    return reduced, norm, model.fp32_bias.detach()
+
+
+@pytest.mark.parametrize("sizes", [{}, {"expert": 2}, {"tensor": 2}], ids=["D4", "D4E2", "D2T2"])
+def test_fp32_replicas_average_over_every_rank_and_stay_equal(sizes):
+    """Class bitwise: gradients 1, 2, 3, 4 end at 2.5; after two clipped steps nothing differs."""
+    results = run_ranks(replica_gradients, 4, sizes)
+    assert [value for reduced, _, _ in results for value in reduced] == [2.5]
+    assert all(norm > 1.0 for _, norm, _ in results), "the clip is at work"
+    for _, _, weight in results[1:]:
+        assert torch.equal(weight, results[0][2])
