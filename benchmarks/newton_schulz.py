@@ -148,7 +148,8 @@ def _medians(functions: Timed, rounds: int) -> dict[str, float]:
     return {which: statistics.median(values[1:]) for which, values in times.items()}
 
 
-def _table(results: Mapping[str, Row]) -> str:
+def table(results: Mapping[str, Row]) -> str:
+    """One line a case: milliseconds, ratio or gain, and the promise."""
     columns = ("bare", "ours", "loop", "torch", "ratio", "gain", "promise")
     lines = [f"{'milliseconds, one thread':26}" + "".join(f"{column:>10}" for column in columns)]
     for case, row in results.items():
@@ -162,7 +163,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, no large matrices")
-    print(_table(measure(parser.parse_args().quick)))
+    print(table(measure(parser.parse_args().quick)))
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def main() -> None:
     print(f"  ours / torch       {step['over_torch']:.3f}  (promise <= 0.55)")
     print(f"  state bytes / ideal {step['state_over_ideal']:.4f}  (promise <= 1.02)")
     iteration = newton_schulz.measure(quick=options.quick)
-    newton_schulz.print_table(iteration)
+    print(newton_schulz.table(iteration))
     if options.json:
         options.json.write_text(json.dumps({"step": step, "newton_schulz": iteration}, indent=2))
 

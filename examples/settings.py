@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-DEFAULT_STEPS = 160
+DEFAULT_STEPS = 110
 DEFAULT_TARGET = 0.85
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
