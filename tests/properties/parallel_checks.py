@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.properties.parallel_models import THRESHOLD, Case, Spec, Step
-from tests.properties.parallel_ranks import (
-    checksum,
+from tests.properties.parallel_ranks import checksum
+from tests.properties.parallel_shares import (
     dtype_of,
     gradient,
     holds,
@@ -245,6 +245,7 @@ def features(case: Case, reports: Reports) -> set[str]:
         "absent": any(step.absent for step in case.steps),
         "clip": case.config["clip_grad"] > 0,
         "garbage": case.garbage,
+        "late": case.late and any(event["gathering"] for event in steps),
         "skipped": any(not event["result"][0] for event in steps),
         "reducing": any(event["reducing"] for event in steps),
         "gathering": any(event["gathering"] for event in steps),

@@ -20,8 +20,9 @@ from hypothesis import event, given, seed, settings
 
 from tests.harness import run_ranks
 from tests.properties.parallel_checks import check, features
-from tests.properties.parallel_models import KINDS, OPERATIONS, TOPOLOGIES, Case, cases
+from tests.properties.parallel_models import KINDS, OPERATIONS, TOPOLOGIES, Case
 from tests.properties.parallel_ranks import run_case
+from tests.properties.parallel_strategies import cases
 
 REQUIRED = {
     *KINDS,
@@ -30,7 +31,7 @@ REQUIRED = {
     *(f"step {kind}" for kind in ("plain", "nonfinite", "huge", "empty")),
     *(f"finalize {how}" for how in ("step", "hook", "tokens")),
     *("dtype float32", "dtype bfloat16", "optimizer muon", "optimizer adam"),
-    *("exact True", "exact False", "divided", "accumulate", "absent", "clip", "garbage"),
+    *("exact True", "exact False", "divided", "accumulate", "absent", "clip", "garbage", "late"),
     *("overlap_grad_reduce True", "overlap_param_gather True", "grad_reduce_in_fp32 False"),
     *("average_in_collective True", "reduce_scatter_with_fp32_accumulation True", "skipped"),
     *("reducing", "gathering", "several buckets", "mixed"),

@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn import functional
 
 import megatron_lw
-from megatron_lw.distributed.gather import Publisher
 from tests.distributed.cases import integer_grads
 from tests.distributed.test_overlap import CONFIG as WILD_CONFIG
 from tests.distributed.test_overlap import Wild
 from tests.harness import run_ranks
+from tests.late_gather import LateGather
 from tests.regressions.given import MUON, Tensors, backward, build, weights
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -85,21 +85,6 @@ def test_e12_fifty_steps_learn_under_every_combination_of_flags() -> None:
         assert all(first > 0.3 and last < 0.1 for first, last in runs), runs
 
 
-class Late:
-    """A gather whose bytes are not there until somebody waits for it."""
-
-    def __init__(self, publisher: Publisher) -> None:
-        publisher.handle.wait()
-        self.buffer = publisher.wire.buffer
-        self.bytes = self.buffer.clone()
-        self.buffer.view(torch.uint8).fill_(255)  # NaN in BF16 and FP32
-        self.waited = 0
-
-    def wait(self) -> None:
-        self.buffer.copy_(self.bytes)
-        self.waited += 1
-
-
 def late_gathers(mixed: bool, late: bool) -> tuple[float, Tensors, list[int]]:
     """The loss of the forward after a step, and how often each gather was waited for."""
     groups = megatron_lw.ParallelGroups.create()
@@ -115,9 +100,7 @@ def late_gathers(mixed: bool, late: bool) -> tuple[float, Tensors, list[int]]:
     optimizer.zero_grad()
     ddp(x, [0, 1, 2, 3]).backward()
     optimizer.step()
-    handles = [Late(publisher) for publisher in ddp.publishers] if late else []
-    for publisher, handle in zip(ddp.publishers, handles, strict=bool(handles)):
-        publisher.handle = handle
+    handles = LateGather.delay(ddp.publishers)
     with torch.no_grad():
         loss = float(ddp(x, [3, 1, 0, 2]))
     waited = [handle.waited for handle in handles]
