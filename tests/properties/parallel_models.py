@@ -65,7 +65,7 @@ KINDS = (
     "frozen",
     "fp32",
 )
-OPERATIONS = ("evaluate", "start_sync", "sync", "finish_sync", "zero_grad", "change_lr")
+OPERATIONS = ("evaluate", "start_sync", "sync", "finish_sync", "zero_grad", "change_lr", "check")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

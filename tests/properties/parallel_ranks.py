@@ -185,6 +185,8 @@ class Trainer:
             if operation == "change_lr":
                 for group in self.optimizer.param_groups:
                     group["lr"] *= 0.5
+            if operation == "check":
+                self.optimizer.check(collectives=True)
             if operation == "zero_grad":
                 self.optimizer.zero_grad()
             for chunk in self.chunks:

@@ -144,8 +144,9 @@ def models(draw: st.DrawFn, axes: Sizes) -> tuple[Spec, ...]:
 
 @st.composite
 def _operations(draw: st.DrawFn, *, after_backward: bool) -> tuple[str, ...]:
-    """At most two; gradients that are there are not thrown away."""
-    usual = [name for name in OPERATIONS if name != "zero_grad" or not after_backward]
+    """At most two; gradients that are there are not thrown away, and a check is between steps."""
+    unfit = ("zero_grad", "check") if after_backward else ()
+    usual = [name for name in OPERATIONS if name not in unfit]
     return tuple(draw(st.lists(st.sampled_from(usual), max_size=2))) if draw(st.booleans()) else ()
 
 
