@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
@@ -130,6 +131,7 @@ class ParallelGroups:
         pipeline: int = 1,
         expert: int = 1,
         expert_tensor: int | None = None,
+        timeout: timedelta | None = None,
     ) -> ParallelGroups:
         """Make all groups from an initialised `torch.distributed`; the rest is data parallel.
 
@@ -139,6 +141,8 @@ class ParallelGroups:
             pipeline: number of pipeline stages.
             expert: ranks over which experts are distributed.
             expert_tensor: ranks that divide each expert matrix; `tensor` if None.
+            timeout: after which a collective fails whose other ranks do not come; that of
+                `init_process_group` if None.
 
         Collective: creates process groups; every rank of the world calls it with equal sizes.
 
@@ -151,6 +155,7 @@ class ParallelGroups:
                 "torch.distributed is not initialised: call init_process_group first, "
                 "or use ParallelGroups.single() in one process"
             )
+        timeout = collectives.world_timeout() if timeout is None else timeout
         _, world_size = collectives.world_rank_and_size()
         expert_tensor = tensor if expert_tensor is None else expert_tensor
         dense = {"tp": tensor, "cp": context, "dp": 0, "pp": pipeline}
@@ -174,13 +179,13 @@ class ParallelGroups:
         for name, (sizes, axes) in sources.items():
             partition = rank_partition(sizes, axes)
             if partition not in made:
-                made[partition] = collectives.create_partition(name, partition)
+                made[partition] = collectives.create_partition(name, partition, timeout)
             groups[name] = made[partition].renamed(name)
         ends = _embedding_partition(rank_partition(dense, ("pp",)))
-        groups["embedding"] = collectives.create_partition("embedding", ends)
+        groups["embedding"] = collectives.create_partition("embedding", ends, timeout)
         groups["grad_stats"] = groups["world"].renamed("grad_stats")
         groups["replicas"] = groups["tp_dp"].renamed("replicas")
-        groups["control"] = collectives.create_control_group(groups["world"])
+        groups["control"] = collectives.create_control_group(groups["world"], timeout)
         return cls(**groups)
 
     def destroy(self) -> None:

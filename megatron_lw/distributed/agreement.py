@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import torch
 
 from megatron_lw.distributed.collectives import all_gather_objects, all_reduce, host_device
 from megatron_lw.distributed.group import Group
-from megatron_lw.errors import ConfigError, LayerWiseError
+from megatron_lw.errors import CommunicationError, ConfigError, LayerWiseError, StateError
 
 T = TypeVar("T")
+
+
+class Kept:
+    """The first failure of a rank that goes on, since others wait for its collectives.
+
+    Attributes:
+        error: what failed, and where; None if nothing did.
+    """
+
+    def __init__(self) -> None:
+        self.error: LayerWiseError | None = None
+
+    @contextmanager
+    def keeping(self, where: str) -> Iterator[None]:
+        """Keep an exception instead of raising it; not that a collective failed.
+
+        Args:
+            where: the bucket or stage, for the message.
+        """
+        try:
+            yield
+        except CommunicationError:
+            raise
+        except Exception as error:
+            failure: LayerWiseError
+            if isinstance(error, LayerWiseError):
+                failure = type(error)(f"{where}: {error}")
+            else:
+                failure = StateError(f"{where}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self.error = self.error or failure
+
+    def raise_kept(self) -> None:
+        """Raise what was kept, if anything was."""
+        if self.error is not None:
+            raise self.error
 
 
 def agree_or_raise(problem: Exception | None, group: Group) -> None:

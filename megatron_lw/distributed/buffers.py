@@ -55,6 +55,7 @@ class BucketBuffer:
         grad_state: what `grads` holds.
         weight_state: how the weights relate to the masters.
         handle: the reduce under way.
+        failure: why that reduce should not have been started.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class BucketBuffer:
         self.grad_state = GradState.EMPTY
         self.weight_state = WeightState.PUBLISHED
         self.handle = Handle()
+        self.failure: Exception | None = None
         self._params = {name: params[name] for name in names}
         device = self._params[names[0]].device
         self.grads = torch.zeros(layout.numel, dtype=grad_dtype, device=device)
@@ -186,22 +188,32 @@ class BucketBuffer:
 
     def end_reduce(self) -> None:
         """Wait for the reduce under way and move to REDUCED."""
-        self._expect(GradState.REDUCING, "finish its reduce")
         self.handle.wait()
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        self._expect(GradState.REDUCING, "finish its reduce")
         self.grad_state = GradState.REDUCED
 
-    def spend(self) -> None:
+    def spend(self, *, discard: bool = False) -> None:
         """Mark the reduced row as used by a step.
+
+        Args:
+            discard: whatever the bucket holds; a reduce under way is waited for.
 
         Raises:
             StateError: it was used already, or is not reduced.
         """
-        self._expect(GradState.REDUCED, "be stepped")
+        if discard:
+            self.handle.wait()
+        else:
+            self._expect(GradState.REDUCED, "be stepped")
         self.grad_state = GradState.SPENT
 
     def clear(self) -> None:
         """Zero the gradients, waiting for a reduce under way first."""
         self.handle.wait()
+        self.failure = None
         if self.grad_state is not GradState.EMPTY:
             self.grads.zero_()
             self.grad_state = GradState.EMPTY

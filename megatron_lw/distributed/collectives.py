@@ -11,6 +11,7 @@ Names that change between torch releases are chosen once, here: torch 2.13 depre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -62,7 +63,17 @@ def adopt(name: str, handle: dist.ProcessGroup) -> Group:
     return Group(name, ranks, ranks.index(mine), handle)
 
 
-def create_partition(name: str, partition: Sequence[Sequence[int]]) -> Group:
+def world_timeout() -> timedelta | None:
+    """The timeout that torch.distributed was initialised with, which torch gives no other group."""
+    world: Any = dist.group.WORLD
+    device = torch.device("cuda" if dist.get_backend(world) == "nccl" else "cpu")
+    timeout: timedelta | None = world._get_backend(device).options._timeout
+    return timeout
+
+
+def create_partition(
+    name: str, partition: Sequence[Sequence[int]], timeout: timedelta | None = None
+) -> Group:
     """Make one process group for each part and return the one that holds this rank.
 
     Collective over the world: every rank must pass the same partition, in the same order. Parts of
@@ -74,7 +85,7 @@ def create_partition(name: str, partition: Sequence[Sequence[int]]) -> Group:
     mine, _ = world_rank_and_size()
     found: Group | None = None
     for part in partition:
-        handle = dist.new_group(list(part)) if len(part) > 1 else None
+        handle = dist.new_group(list(part), timeout=timeout) if len(part) > 1 else None
         if mine in part:
             found = Group(name, tuple(part), list(part).index(mine), handle)
     if found is None:
@@ -148,7 +159,8 @@ def all_gather(output: torch.Tensor, row: torch.Tensor, group: Group) -> None:
     group.traffic.add("all_gather", (group.size - 1) * row.numel() * row.element_size())
     if group.handle is None:
         output.copy_(row)
-    else:
+        return
+    with _named(_describe("all-gather", group, "")):
         _all_gather(output, row, group=group.handle)
 
 
@@ -166,7 +178,8 @@ def reduce_scatter(output: torch.Tensor, buffer: torch.Tensor, group: Group) -> 
     group.traffic.add("reduce_scatter", nbytes)
     if group.handle is None:
         output.copy_(buffer)
-    else:
+        return
+    with _named(_describe("reduce-scatter", group, "")):
         _reduce_scatter(output, buffer, group=group.handle)
 
 
@@ -339,12 +352,12 @@ def host_device(group: Group) -> torch.device:
     return torch.device("cpu")
 
 
-def create_control_group(world: Group) -> Group:
+def create_control_group(world: Group, timeout: timedelta | None = None) -> Group:
     """A group of all ranks that reduces host memory, so that agreeing never waits for a GPU.
 
     Collective: creates a process group where the world's backend is not gloo already.
     """
     if world.handle is None or dist.get_backend(world.handle) == "gloo":
         return world.renamed("control")
-    handle = dist.new_group(list(world.ranks), backend="gloo")
+    handle = dist.new_group(list(world.ranks), timeout=timeout, backend="gloo")
     return Group("control", world.ranks, world.rank, handle)

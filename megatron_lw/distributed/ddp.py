@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_lw.ddp_config import DDPConfig
 from megatron_lw.distributed import collectives, reduce
+from megatron_lw.distributed.agreement import Kept
 from megatron_lw.distributed.buffers import BucketBuffer, GradState
 from megatron_lw.distributed.gather import Publisher
 from megatron_lw.distributed.hooks import OverlappedGather, OverlappedReduce
@@ -175,9 +176,7 @@ class DistributedDataParallel(nn.Module):
         """Zero all gradient storage; needed before the backward of each step."""
         for bucket in self._buckets:
             bucket.clear()
-        self._started = self._reduced = self.finalized = False
-        if self._overlapped_reduce is not None:
-            self._overlapped_reduce.reset()
+        self._forget_reduces()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradient storage, as `zero_grad_buffer`."""
@@ -188,9 +187,8 @@ class DistributedDataParallel(nn.Module):
         """Check, before anything is communicated, that training acts on what the model holds.
 
         Raises:
-            StateError: a trainable parameter is not in a bucket, left it, was frozen, has a
-            gradient
-                of its own, or the gradients were used by a step already.
+            StateError: a trainable parameter is not in a bucket, left it, was frozen, has its own
+                gradient, or the gradients were used by a step already.
         """
         self._require_optimizer()
         managed = self._managed()
@@ -213,13 +211,8 @@ class DistributedDataParallel(nn.Module):
         """Start the reduces that backward has not; a second call in one step does nothing.
 
         Collective: one reduce-scatter a bucket over its reduce group, on every rank.
-
-        Raises:
-            StateError: called within `no_sync`, or the module has no optimizer yet.
         """
-        self._require_optimizer()
-        if not self._sync:
-            raise StateError("the gradients cannot be reduced within no_sync(): leave it first")
+        self.require_sync()
         if self._started:
             return
         if self._overlapped_reduce is None:
@@ -245,12 +238,31 @@ class DistributedDataParallel(nn.Module):
         self.start_grad_sync()
         if self._reduced:
             return
+        kept = Kept()
         for bucket in self._buckets:
             further = bucket.divisor / self.groups.dp.size
-            reduce.finish_reduce(bucket, None if divisor is None else divisor * further)
+            with kept.keeping(bucket.label):
+                reduce.finish_reduce(bucket, None if divisor is None else divisor * further)
         if self._overlapped_reduce is not None:
             self._overlapped_reduce.finished()
         self._reduced = True
+        kept.raise_kept()
+
+    def require_sync(self) -> None:
+        """Raise StateError within `no_sync`, or if the module has no optimizer yet."""
+        self._require_optimizer()
+        if not self._sync:
+            raise StateError("the gradients cannot be reduced within no_sync(): leave it first")
+
+    def spend_gradients(self, *, discard: bool = False) -> None:
+        """Mark the gradients as used: a further step needs new ones, and new reduces.
+
+        Args:
+            discard: also if they are not reduced; for a step that failed before it wrote anything.
+        """
+        for bucket in self._buckets:
+            bucket.spend(discard=discard)
+        self._forget_reduces()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply what the gradient storage holds: whole buckets before the reduce, rows after."""
@@ -272,10 +284,13 @@ class DistributedDataParallel(nn.Module):
         if self.broken is not None:
             raise StateError(f"the masters cannot be published: {self.broken}")
         self.masters_newer = False
+        kept = Kept()
         for publisher in reversed(self._publishers):
-            publisher.start()
+            with kept.keeping(publisher.bucket.label):
+                publisher.start()
         if self._overlapped_gather is None:
             self.finish_param_sync()
+        kept.raise_kept()
 
     def start_param_sync(self) -> None:
         """Publish the masters if they are newer than the weights; otherwise nothing is to be done.
@@ -346,6 +361,11 @@ class DistributedDataParallel(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         """Refused: process groups cannot be pickled."""
         raise StateError("pickling the wrapper: save its state_dict() or its .module")
+
+    def _forget_reduces(self) -> None:
+        self._started = self._reduced = self.finalized = False
+        if self._overlapped_reduce is not None:
+            self._overlapped_reduce.reset()
 
     def _before_load(self, *_: Any) -> None:
         self.finish_param_sync()

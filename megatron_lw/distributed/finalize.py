@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megatron_lw.distributed import collectives
+from megatron_lw.distributed.agreement import Kept
 from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.distributed.group import Group
 from megatron_lw.errors import ConfigError
@@ -58,12 +59,15 @@ def finalize_model_grads(
     for chunk in chunks:
         chunk.start_grad_sync()
     divisor = None if num_tokens is None else _all_tokens(num_tokens, groups)
-    for chunk in chunks:
-        chunk.finish_grad_sync(divisor)
+    kept = Kept()
+    for number, chunk in enumerate(chunks):
+        with kept.keeping(f"chunk {number}"):
+            chunk.finish_grad_sync(divisor)
     for chunk in chunks:
         _sum_over_tensor_parallel(chunk, groups.tp)
         _sum_over_stages(chunk, groups.embedding)
         chunk.finalized = True
+    kept.raise_kept()
 
 
 def _all_tokens(num_tokens: torch.Tensor, groups: ParallelGroups) -> float:

@@ -111,11 +111,16 @@ class Publisher:
         Collective: all-gather over the bucket's reduce group; returns before it is done.
         """
         self.wait_and_land()
-        self.wire.stage(self.master.row)
-        self.bucket.weight_state = WeightState.GATHERING
-        self.handle = all_gather_rows(
-            self.wire.buffer, self.bucket.group, async_op=True, label=f"publish {self.bucket.label}"
-        )
+        try:
+            self.wire.stage(self.master.row)
+        finally:  # other ranks wait for it
+            self.bucket.weight_state = WeightState.GATHERING
+            self.handle = all_gather_rows(
+                self.wire.buffer,
+                self.bucket.group,
+                async_op=True,
+                label=f"publish {self.bucket.label}",
+            )
 
     @torch.no_grad()
     def wait_and_land(self) -> None:

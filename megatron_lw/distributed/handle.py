@@ -26,7 +26,7 @@ class Handle:
 
     @property
     def outstanding(self) -> bool:
-        """Whether `wait` has not been called yet."""
+        """Whether it has not been waited for, or has failed."""
         return self._work is not None
 
     def wait(self) -> None:
@@ -35,10 +35,10 @@ class Handle:
         Raises:
             CommunicationError: the collective failed or timed out.
         """
-        work, self._work = self._work, None
-        if work is not None:
+        if self._work is not None:
             with named(self._what):
-                work.wait()
+                self._work.wait()
+            self._work = None
 
 
 @contextmanager

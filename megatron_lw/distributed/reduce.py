@@ -16,9 +16,15 @@ from megatron_lw.distributed.collectives import ReduceOp, all_to_all, reduce_sca
 def start_reduce(bucket: BucketBuffer, *, async_op: bool = False) -> None:
     """Send the bucket's gradients to their rows.
 
+    A bucket whose state does not allow it is sent as well, since other ranks wait for it;
+    `finish_reduce` then raises.
+
     Collective: reduce-scatter over `bucket.group`, or an all-to-all where sums are made in fp32.
     """
-    bucket.begin_reduce()
+    try:
+        bucket.begin_reduce()
+    except Exception as error:
+        bucket.failure = error
     label = f"reduce {bucket.label}"
     if bucket.fp32_sums is not None:
         splits = [bucket.grad_row.numel()] * bucket.group.size
@@ -46,6 +52,9 @@ def finish_reduce(bucket: BucketBuffer, divisor: float | None = None) -> None:
     Args:
         bucket: the bucket.
         divisor: what the sum is divided by; the bucket's own divisor if None.
+
+    Raises:
+        StateError: the gradients were reduced or spent already when the reduce was started.
     """
     bucket.end_reduce()
     row = bucket.grad_row

@@ -17,7 +17,7 @@ from megatron_lw.optimizer.routing import ExplicitGroup, ParamGroupSpec
 from megatron_lw.optimizer.runtime import Runtime
 from megatron_lw.overrides import ParamGroupOverride, ParamKey, check_overrides
 
-FINGERPRINT_BITS = 20
+FINGERPRINT_BITS = 16
 
 
 def make_param_groups(
@@ -105,7 +105,7 @@ def check_settings(groups: Sequence[ParamGroup]) -> None:
 
 
 def fingerprint(groups: Sequence[ParamGroup]) -> int:
-    """A number below 2**20 that differs where the settings of a step differ."""
+    """A number below 2**16 that differs where the settings of a step differ."""
     values = [
         (group["name"], [repr(group[name]) for name in _CHILD_SETTINGS[group["optimizer"]]])
         for group in groups

@@ -17,6 +17,7 @@ from operator import itemgetter
 
 import torch
 
+from megatron_lw.distributed.agreement import Kept
 from megatron_lw.distributed.buffers import BucketBuffer
 from megatron_lw.distributed.collectives import all_gather_objects, all_reduce
 from megatron_lw.distributed.group import Group
@@ -35,12 +36,14 @@ class GradStats:
         nonfinite: parameters with elements that are not finite, and the ranks whose rows hold
         those.
         settings_agree: whether all ranks came with the same settings.
+        failed: whether any rank came with a failure; nothing else is known then.
     """
 
     norm: float
     zeros: int | None
     nonfinite: tuple[str, ...] = ()
     settings_agree: bool = True
+    failed: bool = False
 
     @property
     def finite(self) -> bool:
@@ -110,6 +113,7 @@ def measure(
     *,
     count_zeros: bool,
     fingerprint: int = 0,
+    kept: Kept | None = None,
 ) -> GradStats:
     """Norm and zero count of the reduced gradient over all ranks.
 
@@ -118,23 +122,28 @@ def measure(
         group: `groups.grad_stats`.
         device: where the reduction happens.
         count_zeros: whether zeros are asked for.
-        fingerprint: a number below 2**20 that stands for this rank's settings; that it is the same
-        on
-            all ranks is found in the same reduction: only equal numbers have n sum(f^2) = (sum
-            f)^2.
+        fingerprint: a number below 2**16 that stands for this rank's settings; that it is the same
+            on all ranks is found in the same reduction: only equal numbers have
+            n sum(f^2) = (sum f)^2.
+        kept: failures of this rank so far; that any rank has one is found in the same reduction.
 
-    Collective: one all-reduce of four fp64 numbers over `group`; where the total is not finite or
+    Collective: one all-reduce of five fp64 numbers over `group`; where the total is not finite or
     tiny, one more and, if an element is not finite, one all-gather of names.
     """
-    total = torch.zeros(4, dtype=torch.float64, device=device)
+    kept = kept or Kept()
+    total = torch.zeros(5, dtype=torch.float64, device=device)
     total[2], total[3] = fingerprint, fingerprint**2
     for run in runs:
-        grads = run.grads
-        total[0] += sum_of_squares(grads) * run.counts  # nan for a copy that is not finite
-        if count_zeros and run.counts:
-            total[1] += grads.numel() - run.padding - torch.count_nonzero(grads)
+        with kept.keeping(f"statistics of {run.bucket.label}"):
+            grads = run.grads
+            total[0] += sum_of_squares(grads) * run.counts  # nan for a copy that is not finite
+            if count_zeros and run.counts:
+                total[1] += grads.numel() - run.padding - torch.count_nonzero(grads)
+    total[4] = kept.error is not None
     all_reduce(total, group, label="gradient statistics")
-    squares, zeros, first, second = total.tolist()
+    squares, zeros, first, second, failures = total.tolist()
+    if failures:
+        return GradStats(norm=math.nan, zeros=None, failed=True)
     nonfinite: tuple[str, ...] = ()
     if not (_SMALL_SUM_OF_SQUARES < squares < math.inf):
         squares = _careful_sum_of_squares(runs, group, device)

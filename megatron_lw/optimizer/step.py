@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from megatron_lw.config import OptimizerConfig
-from megatron_lw.distributed.agreement import agree_on_failure, attempt
+from megatron_lw.distributed.agreement import Kept, agree_on_failure, agree_or_raise, attempt
 from megatron_lw.distributed.buffers import GradState
 from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.distributed.finalize import finalize_model_grads
 from megatron_lw.errors import (
-    CommunicationError,
     ConfigError,
+    LayerWiseError,
     NonFiniteError,
     PlanMismatchError,
     StateError,
@@ -108,24 +108,28 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ConfigError("step(closure) is not supported: compute gradients before step()")
         self._require_working()
-        runtime = self._runtime
         self._watch.reset()
-        check_settings(self.param_groups)
-        with self._stage("reduce"):
+        kept = Kept()
+        with kept.keeping("before the step"):
+            self._require_ready()
+        with self._stage("reduce"), kept.keeping("stage 'reduce'"):
             finalize_model_grads(self.model_chunks, pg_collection=self.groups)
         with self._stage("stats"):
-            measured = self._measure()
-            for bucket in runtime.buckets:
-                bucket.spend()
+            measured = self._measure(kept)
+        if measured.failed:
+            self._give_up(kept)
+        with kept.keeping("stage 'stats'"):
+            for chunk in self.model_chunks:
+                chunk.spend_gradients()
         norm = measured.norm * self._scaler.inverse_scale
         if not self._accept(measured, norm):
             return False, norm if measured.finite else None, measured.zeros
         self._stepped = True
-        with self._stage("clip"):
+        with self._stage("clip"), kept.keeping("stage 'clip'"):
             self._scale_gradients(norm)
-        failure = self._step_children()
+        self._step_children(kept)
         with self._stage("agree"):
-            self._agree_on(failure)
+            self._agree_on(kept.error)
         with self._stage("publish"):
             for chunk in self.model_chunks:
                 chunk.masters_newer = True
@@ -211,14 +215,24 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         """Refused, see `state_dict`."""
         raise StateError("load_state_dict() cannot restore sharded state; load sharded checkpoints")
 
-    def _measure(self) -> stats.GradStats:
+    def _measure(self, kept: Kept) -> stats.GradStats:
         return stats.measure(
             self._runtime.counted,
             self.groups.grad_stats,
             self._runtime.device,
             count_zeros=self.config.log_num_zeros_in_grad,
             fingerprint=fingerprint(self.param_groups),
+            kept=kept,
         )
+
+    def _give_up(self, kept: Kept) -> None:
+        """Raise on every rank what failed on any before something was written."""
+        for chunk in self.model_chunks:
+            chunk.spend_gradients(discard=True)
+        error = kept.error
+        if error is not None:
+            error = type(error)(f"{error}; nothing was updated: mend it, repeat from zero_grad()")
+        agree_or_raise(error, self.groups.control)
 
     def _accept(self, measured: stats.GradStats, norm: float) -> bool:
         """Whether to update; the same answer on every rank, as the statistics are the same.
@@ -248,24 +262,12 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             for bucket in self._runtime.buckets:
                 bucket.grad_row.mul_(factor)
 
-    def _step_children(self) -> Exception | None:
+    def _step_children(self, kept: Kept) -> None:
         """Step all children; a failure is kept, as other ranks wait for the children after it."""
         groups = {group["name"]: group for group in self.param_groups}
-        failure: Exception | None = None
         for child in self._runtime.children:
-            with self._watch.stage(child.name):
-                try:
-                    child.step(groups)
-                except StateError as error:
-                    failure = failure or StateError(f"stage {child.name!r}, {error}")
-                except BaseException as error:
-                    what = f"stage {child.name!r}: {type(error).__name__}: {error}"
-                    if isinstance(error, Exception) and not isinstance(error, CommunicationError):
-                        failure = failure or StateError(what)
-                        continue
-                    self._break(what)
-                    raise
-        return failure
+            with self._stage(child.name), kept.keeping(f"stage {child.name!r}"):
+                child.step(groups)
 
     def _agree_on(self, failure: Exception | None) -> None:
         """A child that failed on one rank stops every rank, before anything is published."""
@@ -291,12 +293,17 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """Measure a stage. After a failed collective the ranks are apart: no further step then."""
+        """Measure a stage. After what nobody kept the ranks are apart: no further step then."""
         with self._watch.stage(name):
             try:
                 yield
-            except CommunicationError as error:
+            except LayerWiseError as error:
+                if self._broken is not None:
+                    raise
                 self._break(f"stage {name!r}: {error}")
+                raise type(error)(f"{self._broken}; {_REMEDY}") from error
+            except BaseException as error:
+                self._break(f"stage {name!r}: {type(error).__name__}: {error}")
                 raise
 
     def _break(self, reason: str) -> None:
@@ -322,8 +329,19 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
                 "newest can step"
             )
         for chunk in self.model_chunks:
+            chunk.require_sync()
+
+    def _require_ready(self) -> None:
+        """Check what may differ between ranks.
+
+        Raises:
+            StateError: the model was changed under the optimizer, or gradients were used already.
+            ConfigError: a setting of a parameter group has a value that is not allowed.
+        """
+        for chunk in self.model_chunks:
             chunk.check_bindings()
             chunk.refresh_masters()
+        check_settings(self.param_groups)
 
     def __deepcopy__(self, memo: object) -> LayerWiseDistributedOptimizer:
         """Refused: a copy would step the same storage."""

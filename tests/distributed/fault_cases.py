@@ -203,6 +203,47 @@ def forgotten_zero_grad() -> tuple[str, str]:
     return text_of(training.optimizer.step)[0], text_of(training.optimizer.step)[0]
 
 
+def step_without_backward() -> tuple[Outcome, str]:
+    """One rank comes to the next step with the gradients of the last; then all do it right."""
+    training = Training()
+    if not training.faulty:
+        training.backward(1)
+    before = training.weights()
+    error, is_ours = text_of(training.optimizer.step)
+    kept = all(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
+    again, _ = text_of(training.optimizer.step)
+    return training.afterwards(Outcome(error, is_ours, weights_kept=kept)), again
+
+
+def failed_publish() -> Outcome:
+    """One rank cannot publish one row; its gathers are made all the same."""
+    training = Training(SECONDS)
+    fault = POINTS["publish"](training.optimizer, fail)
+    return training.afterwards(training.step_with(fault))
+
+
+def waited_twice() -> tuple[str, str]:
+    """A gather that another rank has not made, waited for by two readers one after the other."""
+    meeting = rendezvous()
+    handle = dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=SECONDS))
+    group = Group("dp", tuple(range(RANKS)), dist.get_rank(), handle)
+    texts = ("", "")
+    if group.rank != FAULTY:
+        gather = collectives.all_gather_rows(torch.zeros(RANKS), group, async_op=True)
+        texts = text_of(gather.wait)[0], text_of(gather.wait)[0]
+    collectives.all_reduce(torch.zeros(1), meeting)
+    return texts
+
+
+def timeouts() -> tuple[float, float, float]:
+    """Seconds: of the default group, of a group made without a word, of one made with."""
+    silent = megatron_lw.ParallelGroups.create()
+    asked = megatron_lw.ParallelGroups.create(timeout=timedelta(seconds=7))
+    handles = (dist.group.WORLD, silent.dp.handle, asked.control.handle)
+    cpu = torch.device("cpu")
+    return tuple(h._get_backend(cpu).options._timeout.total_seconds() for h in handles)
+
+
 def different_settings() -> tuple[str, bool, str]:
     """One rank's learning rate is another for one step."""
     training = Training()

@@ -22,6 +22,12 @@ AGREED = {
     "apply": r"stage 'muon'.*bucket of '[abc]_weight': MemoryError: injected",
     "adam": r"stage 'adam': MemoryError: injected",
 }
+UNTOUCHED = {
+    "bindings": r"before the step: MemoryError: injected",
+    "reduce": r"stage 'reduce': chunk 0: bucket of 'b_weight': MemoryError: injected",
+    "average": r"stage 'reduce': chunk 0: bucket of 'b_weight': MemoryError: injected",
+    "stats": r"statistics of bucket of '[abcd]_\w+': MemoryError: injected",
+}
 STUCK = {
     "reduce": r"reduce-scatter over group '\w+' \(reduce bucket of '[abcd]_\w+'\)",
     "stats": r"all-reduce over group 'grad_stats' \(gradient statistics\)",
@@ -42,7 +48,7 @@ def is_broken(outcome: Outcome) -> None:
 
 @pytest.fixture(scope="module")
 def exceptions():
-    return run_ranks(fault_cases.exceptions, RANKS, list(AGREED))
+    return run_ranks(fault_cases.exceptions, RANKS, [*UNTOUCHED, *AGREED])
 
 
 @pytest.mark.parametrize("point", AGREED)
@@ -56,6 +62,52 @@ def test_an_exception_in_a_child_reaches_all_ranks(exceptions, point):
     assert sum(o.matrices for o in outcomes) > 0, "the other ranks have done their part"
     for outcome in outcomes:
         is_broken(outcome)
+
+
+@pytest.mark.parametrize("point", UNTOUCHED)
+def test_an_exception_before_anything_is_written_costs_one_step(exceptions, point):
+    """Every rank raises, at once and by name; the next step is taken."""
+    outcomes = [found[point] for found in exceptions]
+    assert all(o.is_ours and o.weights_kept for o in outcomes)
+    assert {o.error for o in outcomes} == {outcomes[0].error}
+    assert re.search(
+        rf"\[rank {FAULTY}\] {UNTOUCHED[point]}.*nothing was updated", outcomes[0].error
+    )
+    for outcome in outcomes:
+        assert set(outcome.later.values()) == {""}
+
+
+def test_a_rank_without_new_gradients_is_named_by_all():
+    for outcome, again in run_ranks(fault_cases.step_without_backward, RANKS):
+        assert outcome.is_ours and outcome.weights_kept
+        for error in (outcome.error, again):
+            assert re.match(r"StateError: \[rank \d\] before the step: bucket of.*zero_grad", error)
+        assert f"[rank {FAULTY}]" in outcome.error
+        assert set(outcome.later.values()) == {""}
+
+
+def test_a_rank_that_cannot_publish_stops_and_the_others_notice_at_the_next_step():
+    for rank, outcome in enumerate(run_ranks(fault_cases.failed_publish, RANKS)):
+        if rank == FAULTY:
+            assert re.match(
+                r"StateError: stage 'publish': bucket of '\w+': MemoryErr", outcome.error
+            )
+            is_broken(outcome)
+        else:
+            assert outcome.error == ""
+            assert re.match(r"CommunicationError: stage 'reduce'", outcome.later["step"])
+
+
+def test_a_failed_collective_fails_for_every_reader():
+    for rank, texts in enumerate(run_ranks(fault_cases.waited_twice, RANKS)):
+        for text in texts if rank != FAULTY else ():
+            assert text.startswith("CommunicationError: all-gather over group 'dp'")
+
+
+def test_groups_have_the_timeout_that_torch_was_initialised_with():
+    for default, silent, asked in run_ranks(fault_cases.timeouts, RANKS):
+        assert default == silent != 1800.0
+        assert asked == 7.0
 
 
 @pytest.fixture(scope="module")
