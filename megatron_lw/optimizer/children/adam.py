@@ -11,11 +11,16 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron_lw.optimizer.children.adam_backends import AdamBackend
-from megatron_lw.optimizer.children.base import ParamGroup, group_ranges, state_rows_like
+from megatron_lw.optimizer.children.base import (
+    ParamGroup,
+    RowsOnly,
+    group_ranges,
+    state_rows_like,
+)
 from megatron_lw.optimizer.masters import MasterRow
 
 
-class AdamChild:
+class AdamChild(RowsOnly):
     """Steps its buckets with Adam.
 
     Args:

@@ -16,6 +16,8 @@ import torch
 from megatron_lw.optimizer.masters import MasterRow
 
 ParamGroup = dict[str, Any]
+OwnedValue = float | int | str | None
+"""What of a state is no tensor: goes into a manifest as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,28 @@ class GroupRange:
     group: str
     start: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedState:
+    """A box of a state that is no row: shaped like a matrix, at the owner of its parameter.
+
+    Each element of the logical tensor is on exactly one of the ranks that share the plan, like the
+    elements of a row. A load writes into `tensor`; it is valid until the next step.
+
+    Attributes:
+        param: global name of the parameter.
+        key: name of the state; (param, key) names the logical tensor.
+        tensor: the box that this rank holds, any dtype.
+        global_shape: of the logical tensor.
+        start: where the box begins in it, one index a dimension.
+    """
+
+    param: str
+    key: str
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    start: tuple[int, ...]
 
 
 class Child(Protocol):
@@ -57,6 +81,19 @@ class Child(Protocol):
     def state_rows(self, bucket: int) -> Mapping[str, torch.Tensor]:
         """State key -> fp32 row of its bucket of that position."""
 
+    def owned_states(self) -> Sequence[OwnedState]:
+        """Every state that is no row, from construction on: what this rank owns of it."""
+
+    def owned_values(self) -> Mapping[str, Mapping[str, OwnedValue]]:
+        """Parameter name -> state key -> value, of what this rank owns and what is no tensor."""
+
+    def load_owned_values(self, values: Mapping[str, Mapping[str, OwnedValue]]) -> None:
+        """Set what `owned_values` gave, for parameters that this rank owns; others are passed over.
+
+        With `num_steps` and the tensors of `owned_states` written too, in any order, the child goes
+        on from there.
+        """
+
     @property
     def num_buckets(self) -> int:
         """Number of buckets it steps."""
@@ -64,6 +101,21 @@ class Child(Protocol):
     @property
     def workspace_nbytes(self) -> int:
         """Bytes allocated besides states."""
+
+
+class RowsOnly:
+    """A child, or part of one, whose states are rows and nothing else."""
+
+    def owned_states(self) -> Sequence[OwnedState]:
+        """See `Child.owned_states`: none."""
+        return ()
+
+    def owned_values(self) -> Mapping[str, Mapping[str, OwnedValue]]:
+        """See `Child.owned_values`: none."""
+        return {}
+
+    def load_owned_values(self, values: Mapping[str, Mapping[str, OwnedValue]]) -> None:
+        """See `Child.load_owned_values`: nothing to set."""
 
 
 def group_ranges(master: MasterRow, group_of: Mapping[str, str]) -> tuple[GroupRange, ...]:

@@ -31,6 +31,7 @@ from megatron_lw.groups import DomainGroups
 from megatron_lw.optimizer.children.base import (
     GroupRange,
     ParamGroup,
+    RowsOnly,
     group_ranges,
     state_rows_like,
 )
@@ -107,7 +108,7 @@ class MatrixBucket:
 Part = Callable[[MatrixBucket, Mapping[str, ParamGroup]], None]
 
 
-class MatrixChild(ABC):
+class MatrixChild(RowsOnly, ABC):
     """Base of the optimizers that orthogonalise whole matrices.
 
     Args:
