@@ -9,12 +9,13 @@ what cannot be honoured must keep its default and is refused by name otherwise. 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 
+from megatron_lw.config_contradictions import contradicting_flags, contradicting_values
 from megatron_lw.field_status import (
     FieldStatus,
     IgnoredSettingWarning,
@@ -133,8 +134,9 @@ class OptimizerConfig:
     products; by torch's default it may not.
     """
     muon_coefficient_type: str = "quintic"
-    """Newton-Schulz coefficients: 'simple', 'quintic', 'polar_express', 'cans', 'aol' or
-    'deepseekv4'. 'cans' diverges in bf16, so it needs `muon_fp32_matmul_prec='high'`.
+    """Newton-Schulz coefficients: 'simple', 'quintic', 'polar_express', 'cans', 'aol',
+    'deepseekv4', or 'custom' with `muon_coefficients`. 'cans' diverges in bf16, so it needs
+    `muon_fp32_matmul_prec='high'`.
     """
     muon_num_ns_steps: int = 5
     """Newton-Schulz steps, 1 to 15."""
@@ -214,12 +216,28 @@ class OptimizerConfig:
     """
     adam_backend: Literal["auto", "transformer_engine", "apex", "torch"] = "auto"
     """Kernel that steps Adam; 'auto' is the first of the three that is installed."""
+    muon_coefficients: tuple[tuple[float, float, float], ...] | None = None
+    """Triples (a, b, c) of Newton-Schulz steps, cycled, for `muon_coefficient_type='custom'`."""
+    muon_iteration: Literal["standard", "gram"] = "standard"
+    """'gram': matrices at least twice as long as wide are iterated on their Gram matrix, with a
+    restart: a third less arithmetic at 1:4. Not in bf16, where rounding is magnified.
+    """
+    muon_dtype: torch.dtype | None = None
+    """dtype of Newton-Schulz and of the exchange; None: as `muon_fp32_matmul_prec` says.
+
+    With float16, which has too small a range for momenta, the exchange carries float32.
+    """
+    muon_pad_batches: bool = False
+    """Whether small matrices of one short side and different long sides are orthogonalised in one
+    batch, padded with zeros: fewer calls. Equal in exact arithmetic, but the bits then depend on
+    which matrices a rank owns.
+    """
 
     def __post_init__(self) -> None:
         """Check every field, then fields against each other, and warn about what is ignored."""
-        problems = [*self._contradicting_flags(), *field_problems(self, self.FIELD_STATUS)]
+        problems = [*contradicting_flags(self), *field_problems(self, self.FIELD_STATUS)]
         # Values are compared with each other only once each of them is a number.
-        raise_problems(problems or self._contradicting_values())
+        raise_problems(problems or contradicting_values(self))
         if self.optimizer == "dist_muon":
             message = "OptimizerConfig.optimizer='dist_muon' is an older name; pass 'muon'"
             warnings.warn(message, IgnoredSettingWarning, stacklevel=_CALLER)
@@ -235,51 +253,3 @@ class OptimizerConfig:
         """
         require_known(cls.__name__, cls.FIELD_STATUS, values)
         return cls(**values)
-
-    def _contradicting_flags(self) -> Iterator[str]:
-        if self.bf16 and self.fp16:
-            yield (
-                f"OptimizerConfig.bf16={self.bf16!r} and fp16={self.fp16!r} contradict each other; "
-                "drop fp16"
-            )
-        if self.use_distributed_optimizer and self.use_layer_wise_distributed_optimizer:
-            yield (
-                "OptimizerConfig.use_distributed_optimizer=True contradicts "
-                "use_layer_wise_distributed_optimizer=True, as they name two different optimizers; "
-                "drop use_distributed_optimizer"
-            )
-
-    def _contradicting_values(self) -> Iterator[str]:
-        yield from self._contradicting_precision()
-        low = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
-        pairs = (
-            ("min_lr", self.min_lr, "lr", self.lr),
-            ("decoupled_min_lr or min_lr", low, "decoupled_lr", self.decoupled_lr),
-        )
-        for low_name, smallest, high_name, largest in pairs:
-            if smallest is not None and largest is not None and smallest > largest:
-                yield (
-                    f"OptimizerConfig.{low_name}={smallest!r} is above {high_name}={largest!r}; "
-                    "lower the one or raise the other"
-                )
-        if self.decoupled_min_lr is not None and self.decoupled_lr is None:
-            yield (
-                f"OptimizerConfig.decoupled_min_lr={self.decoupled_min_lr!r} needs decoupled_lr, "
-                "which is None; set decoupled_lr or drop decoupled_min_lr"
-            )
-
-    def _contradicting_precision(self) -> Iterator[str]:
-        if not self.fp16 and self.loss_scale not in (None, 1.0):
-            yield (
-                f"OptimizerConfig.loss_scale={self.loss_scale!r} needs fp16=True: only FP16 "
-                "training scales its loss; drop it"
-            )
-        for dtype, name, set_ in (
-            (torch.bfloat16, "bf16", self.bf16),
-            (torch.float16, "fp16", self.fp16),
-        ):
-            if self.params_dtype == dtype and not set_:
-                yield (
-                    f"OptimizerConfig.params_dtype={self.params_dtype} contradicts {name}=False; "
-                    f"set {name}=True"
-                )

@@ -1,16 +1,18 @@
 """The table of `OptimizerConfig`: what becomes of each field, with the reason and the remedy.
 
-Field names are those of megatron-core 0.19.2; the last two are this library's own.
+Field names are those of megatron-core 0.19.2; those from `on_nonfinite` on are this library's own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 
 from megatron_lw.field_status import (
+    Allowed,
     FieldStatus,
     flag,
     honoured,
@@ -27,6 +29,18 @@ _OFFLOAD = "read only with optimizer_cpu_offload, which is refused"
 _OTHER_OPTIMIZER = "read only by an optimizer that is refused"
 _CHOOSE = "choose 'adam' or 'muon'"
 _OWNER = "every matrix is orthogonalised whole by its owner: drop the setting or pass 'owner'"
+
+
+def _are_triples(value: object) -> bool:
+    if value is None:
+        return True
+    return (
+        isinstance(value, tuple)
+        and len(value) > 0
+        and all(isinstance(triple, tuple) and len(triple) == 3 for triple in value)
+        and all(number(-math.inf).test(entry) for triple in value for entry in triple)
+    )
+
 
 OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
     {
@@ -98,12 +112,9 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
             refuses={"low": "torch has no such precision; pass 'medium' for bf16"},
         ),
         "muon_coefficient_type": honoured(
-            one_of("simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"),
-            "coefficients of the Newton-Schulz polynomial",
-            refuses={
-                "cubic5": "'cubic5' is not supported yet; choose 'quintic'",
-                "custom": "coefficients of one's own are not supported yet; choose 'quintic'",
-            },
+            one_of("simple", "quintic", "polar_express", "cans", "aol", "deepseekv4", "custom"),
+            "coefficients of the Newton-Schulz polynomial; 'custom': those of muon_coefficients",
+            refuses={"cubic5": "'cubic5' is not supported yet; choose 'quintic'"},
         ),
         "muon_num_ns_steps": honoured(integer(1, 15), "Newton-Schulz steps"),
         "muon_tp_mode": honoured(
@@ -157,6 +168,20 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         "adam_backend": honoured(
             one_of("auto", "transformer_engine", "apex", "torch"),
             "the kernel that steps Adam; 'auto' takes the first of these that is installed",
+        ),
+        "muon_coefficients": honoured(
+            Allowed(text="a tuple of triples of finite numbers, or None", test=_are_triples),
+            "Newton-Schulz coefficients of one's own",
+        ),
+        "muon_iteration": honoured(
+            one_of("standard", "gram"), "'gram': long matrices on their Gram matrix, not in bf16"
+        ),
+        "muon_dtype": honoured(
+            one_of(None, torch.bfloat16, torch.float16, torch.float32),
+            "dtype of Newton-Schulz and exchange; None: as muon_fp32_matmul_prec says",
+        ),
+        "muon_pad_batches": honoured(
+            flag(), "small matrices of one short side share a batch, padded with zeros"
         ),
     }
 )

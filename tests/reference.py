@@ -36,8 +36,13 @@ class Settings:
     extra: float = 1.0
 
 
-def orthogonalise(x: torch.Tensor, coefficients=QUINTIC, dtype=torch.float64) -> torch.Tensor:
-    """Newton-Schulz in fp64 on the short side; zero stays zero."""
+def orthogonalise(
+    x: torch.Tensor, coefficients=QUINTIC, dtype=torch.float64, row_prescale=False
+) -> torch.Tensor:
+    """Newton-Schulz in fp64 on the short side; zero stays zero.
+
+    `row_prescale`: divide row i by sqrt(sum_j |x x^T|_ij) first (almost-orthogonal layers).
+    """
     x = x.to(dtype)
     norm = x.norm()
     if norm == 0:
@@ -45,6 +50,8 @@ def orthogonalise(x: torch.Tensor, coefficients=QUINTIC, dtype=torch.float64) ->
     x = x / norm
     tall = x.shape[0] > x.shape[1]
     x = x.mT if tall else x
+    if row_prescale:
+        x = x / (x @ x.mT).abs().sum(dim=1, keepdim=True).sqrt()
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x

@@ -270,15 +270,22 @@ def _children(
                     plan,
                     groups.domain(domain),
                     _newton_schulz(config),
+                    pad=config.muon_pad_batches,
                 )
             )
     return tuple(children)
 
 
 def _newton_schulz(config: OptimizerConfig) -> NewtonSchulz:
-    coefficients = resolve_coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
-    dtype = torch.bfloat16 if config.muon_fp32_matmul_prec == "medium" else torch.float32
-    return NewtonSchulz(coefficients=coefficients, dtype=dtype)
+    given = config.muon_coefficients
+    coefficients = resolve_coefficients(
+        config.muon_coefficient_type if given is None else given, config.muon_num_ns_steps
+    )
+    dtype = config.muon_dtype
+    if dtype is None:
+        medium = config.muon_fp32_matmul_prec == "medium"
+        dtype = torch.bfloat16 if medium else torch.float32
+    return NewtonSchulz(coefficients=coefficients, dtype=dtype, iteration=config.muon_iteration)
 
 
 def _counter(model: DescribedModel, groups: ParallelGroups) -> Callable[[str], int]:

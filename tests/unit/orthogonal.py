@@ -10,7 +10,8 @@ from megatron_lw.optimizer.children.coefficients import (
     CoefficientSet,
     resolve_coefficients,
 )
-from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
+from megatron_lw.optimizer.children.newton_schulz import Iteration, NewtonSchulz
+from tests.reference import orthogonalise
 
 FULL_STEPS = {name: len(listed.triples) for name, listed in COEFFICIENT_SETS.items()} | {
     "simple": 5
@@ -29,23 +30,21 @@ TOLERANCE = {
 
 
 def newton_schulz(
-    name: str = "quintic", steps: int | None = None, dtype: torch.dtype = torch.float32
+    name: str = "quintic",
+    steps: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    iteration: Iteration = "standard",
 ) -> NewtonSchulz:
     """The engine with a named set."""
-    return NewtonSchulz(resolve_coefficients(name, steps or FULL_STEPS[name]), dtype=dtype)
+    coefficients = resolve_coefficients(name, steps or FULL_STEPS[name])
+    return NewtonSchulz(coefficients, dtype=dtype, iteration=iteration)
 
 
 def oracle(matrix: Tensor, coefficients: CoefficientSet) -> Tensor:
     """The iteration as it is written in the papers, in float64, one matrix."""
-    tall = matrix.size(0) > matrix.size(1)
-    x = matrix.double().T if tall else matrix.double()
-    x = x.div(torch.sqrt((x * x).sum()))
-    if coefficients.row_prescale:
-        x = x.div((x @ x.T).abs().sum(dim=1, keepdim=True).sqrt())
-    for a, b, c in coefficients.triples:
-        gram = x @ x.T
-        x = a * x + b * gram @ x + c * gram @ gram @ x
-    return x.T if tall else x
+    prescale = coefficients.row_prescale
+    result: Tensor = orthogonalise(matrix, coefficients.triples, row_prescale=prescale)
+    return result
 
 
 def power_law(rows: int, columns: int) -> Tensor:

@@ -66,7 +66,17 @@ MEGATRON_FILES = {
         "DistributedDataParallelConfig",
     ),
 }
-OWN_FIELDS = {OptimizerConfig: {"on_nonfinite", "adam_backend"}, DDPConfig: set()}
+OWN_FIELDS = {
+    OptimizerConfig: {
+        "on_nonfinite",
+        "adam_backend",
+        "muon_coefficients",
+        "muon_iteration",
+        "muon_dtype",
+        "muon_pad_batches",
+    },
+    DDPConfig: set(),
+}
 CLASSES = (OptimizerConfig, DDPConfig)
 FLIP = {bool: lambda value: not value, int: lambda value: value + 1, float: lambda value: value + 1}
 

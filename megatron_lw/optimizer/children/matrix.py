@@ -18,18 +18,14 @@ exchange dtype whether or not it travelled, so cutting changes no number.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 
-from megatron_lw.distributed.collectives import Handle
 from megatron_lw.errors import CommunicationError, StateError
 from megatron_lw.groups import DomainGroups
 from megatron_lw.optimizer.children.base import (
-    GroupRange,
     ParamGroup,
     RowsOnly,
     group_ranges,
@@ -42,8 +38,13 @@ from megatron_lw.optimizer.children.exchange import (
     ShardBoxes,
     TensorExchange,
 )
+from megatron_lw.optimizer.children.matrix_bucket import (
+    MatrixBucket,
+    iteration_workspace,
+    row_parts,
+)
 from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
-from megatron_lw.optimizer.children.ns_workspace import workspace_numel
+from megatron_lw.optimizer.children.ns_workspace import group_into_batches
 from megatron_lw.optimizer.children.schedule import (
     ExchangeSchedule,
     Piece,
@@ -53,57 +54,6 @@ from megatron_lw.optimizer.children.schedule import (
 from megatron_lw.optimizer.masters import MasterRow
 from megatron_lw.optimizer.plan import OwnershipPlan
 from megatron_lw.optimizer.routing import Route
-from megatron_lw.optimizer.workspace import BATCH_BELOW, BATCH_WORKSPACE
-
-
-@dataclass(frozen=True, slots=True)
-class RowPart:
-    """The matrices of one parameter group and shape in this rank's row.
-
-    Attributes:
-        group: name of the parameter group.
-        shape: rows and columns of each whole (global) matrix.
-        weights: views of the master row, one a matrix.
-        updates: views of the workspace row, one a matrix.
-    """
-
-    group: str
-    shape: Shape
-    weights: tuple[torch.Tensor, ...]
-    updates: tuple[torch.Tensor, ...]
-
-
-@dataclass(slots=True)
-class MatrixBucket:
-    """What the child keeps of one bucket.
-
-    Attributes:
-        master: its fp32 row.
-        momentum: fp32 row.
-        row: workspace row in the exchange dtype: Newton-Schulz inputs, then updates.
-        ranges: runs of one parameter group.
-        parts: matrices in this row, by group and shape.
-        rows: carries pieces between rows.
-        tensor: carries shards between tensor-parallel ranks.
-        owned: matrices that this rank orthogonalises, `[rows, columns]`, by shape.
-        handle: the all-to-all under way.
-    """
-
-    master: MasterRow
-    momentum: torch.Tensor
-    row: torch.Tensor
-    ranges: tuple[GroupRange, ...]
-    parts: tuple[RowPart, ...]
-    rows: RowExchange
-    tensor: TensorExchange
-    owned: tuple[list[torch.Tensor], ...]
-    handle: Handle = field(default_factory=Handle)
-
-    @property
-    def label(self) -> str:
-        """What messages call it."""
-        return self.master.bucket.label
-
 
 Part = Callable[[MatrixBucket, Mapping[str, ParamGroup]], None]
 
@@ -117,7 +67,8 @@ class MatrixChild(RowsOnly, ABC):
         routes: parameter name -> its route: parameter group and matrix view.
         plan: owners and pieces.
         groups: of the plan's domain: pieces travel over `reduce`, shards over `tensor`.
-        newton_schulz: the iteration; its dtype is the exchange dtype.
+        newton_schulz: the iteration; its input dtype is the exchange dtype.
+        pad: whether small matrices of one short side share a batch, see `group_into_batches`.
 
     Attributes:
         num_orthogonalised: matrices that this rank orthogonalised in the last step.
@@ -135,11 +86,14 @@ class MatrixChild(RowsOnly, ABC):
         plan: OwnershipPlan,
         groups: DomainGroups,
         newton_schulz: NewtonSchulz,
+        *,
+        pad: bool = False,
     ) -> None:
         self.num_steps = 0
         self.num_orthogonalised = 0
         self._failure: StateError | None = None
         self._newton_schulz = newton_schulz
+        self._pad = pad
         middle: list[Part] = [self._gather, self._compute, self._scatter]
         separate = groups.tensor.size > 1
         self._stages: list[list[Part]] = [
@@ -169,14 +123,16 @@ class MatrixChild(RowsOnly, ABC):
         in_flight = min(len(self._stages), len(masters))
         longest = max((m.row.numel() for m in masters), default=0)
         device = masters[0].row.device if masters else torch.device("cpu")
-        dtype = self._newton_schulz.dtype
+        dtype = self._newton_schulz.input_dtype
         self._rows = [torch.zeros(longest, dtype=dtype, device=device) for _ in range(in_flight)]
         self._buffers = [
             ExchangeBuffers(schedules, groups.tensor, dtype, device) for _ in range(in_flight)
         ]
         self._scratch = torch.zeros(longest, dtype=torch.float32, device=device)
-        needed = max((_iteration_workspace(plan, s, groups) for s in schedules), default=0)
-        self._workspace = torch.empty(needed, dtype=dtype, device=device)
+        needed = max(
+            (iteration_workspace(plan, s, groups, self._pad) for s in schedules), default=0
+        )
+        self._workspace = torch.empty(needed, dtype=self._newton_schulz.dtype, device=device)
         tensors = [*self._rows, self._scratch, self._workspace]
         self.workspace_nbytes = sum(t.nbytes for t in tensors)
         self.workspace_nbytes += sum(b.nbytes for b in self._buffers)
@@ -208,19 +164,18 @@ class MatrixChild(RowsOnly, ABC):
         buffers = self._buffers[slot]
         rows = RowExchange(plan_part, groups.reduce, buffers, row)
         tensor = TensorExchange(plan_part, groups.tensor, buffers, rows.local, shapes, boxes)
-        owned: dict[Shape, list[torch.Tensor]] = {}
-        for matrix, whole in tensor.matrices.items():
-            owned.setdefault(shapes[matrix], []).append(whole)
+        wholes = list(tensor.matrices.values())
+        batches = group_into_batches([shapes[m] for m in tensor.matrices], self._pad)
         mine = [p for found in pieces.values() for p in found if p.row == groups.reduce.rank]
         return MatrixBucket(
             master=master,
             momentum=state_rows_like([master])[0],
             row=row,
             ranges=group_ranges(master, {name: r.group.name for name, r in routes.items()}),
-            parts=_row_parts(mine, shapes, of_group, master.row, row),
+            parts=row_parts(mine, shapes, of_group, master.row, row),
             rows=rows,
             tensor=tensor,
-            owned=tuple(owned.values()),
+            owned=tuple([wholes[i] for i in batch] for batch in batches),
         )
 
     @property
@@ -296,7 +251,10 @@ class MatrixChild(RowsOnly, ABC):
         bucket.tensor.finish_out()
         with self._guarded(bucket):
             for matrices in bucket.owned:
-                self._newton_schulz.orthogonalise(matrices, matrices, self._workspace)
+                alike = all(x.shape == matrices[0].shape for x in matrices)
+                engine = self._newton_schulz
+                orthogonalise = engine.orthogonalise if alike else engine.orthogonalise_padded
+                orthogonalise(matrices, matrices, self._workspace)
                 self.num_orthogonalised += len(matrices)
         bucket.handle = bucket.tensor.start_back(bucket.label)
 
@@ -327,41 +285,3 @@ class MatrixChild(RowsOnly, ABC):
             failure = StateError(f"{bucket.label}: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._failure = self._failure or failure
-
-
-def _row_parts(
-    pieces: Sequence[Piece],
-    shapes: Mapping[int, Shape],
-    of_group: Mapping[int, str],
-    master: torch.Tensor,
-    row: torch.Tensor,
-) -> tuple[RowPart, ...]:
-    """The pieces of a row by group and shape, so that one fused call steps each kind."""
-    kinds: dict[tuple[str, Shape], list[slice]] = {}
-    for piece in pieces:
-        kind = (of_group[piece.matrix], shapes[piece.matrix])
-        run = slice(piece.row_start, piece.row_start + piece.numel)
-        kinds.setdefault(kind, []).append(run)
-    return tuple(
-        RowPart(group, shape, tuple(master[run] for run in runs), tuple(row[run] for run in runs))
-        for (group, shape), runs in kinds.items()
-    )
-
-
-def _iteration_workspace(
-    plan: OwnershipPlan, bucket: ExchangeSchedule, groups: DomainGroups
-) -> int:
-    """Elements that the iteration over one bucket's matrices needs, small ones in batches."""
-    counts = Counter(
-        plan.params[int(plan.matrix_param[m.matrix])].matrix
-        for m in bucket.gathered
-        if m.owner == groups.tensor.rank
-    )
-    needed = 0
-    for shape, count in counts.items():
-        if shape is None:
-            continue
-        batch = count if min(shape) < BATCH_BELOW else 1
-        single = workspace_numel(1, *shape)
-        needed = max(needed, single, min(workspace_numel(batch, *shape), BATCH_WORKSPACE))
-    return needed

@@ -8,21 +8,32 @@ is written there at once.
 The arithmetic for one matrix is that of `torch.optim.Muon`, product for product and in the same
 memory layout, so that the bits agree. The layout matters, since a kernel may sum in another order
 over a transposed operand: a tall matrix is read as it lies in the first step, and from then on it
-is held transposed, as [short, long] and row-major.
+is held transposed, as [short, long] and row-major. With `iteration="gram"` long matrices take fewer
+products, see `gram_space`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer.children.coefficients import CoefficientSet
+from megatron_lw.optimizer.children.gram_space import is_long, iterate_in_gram_space
+from megatron_lw.optimizer.children.ns_checks import (
+    check_equal,
+    check_input,
+    check_out,
+    check_pairs,
+)
 from megatron_lw.optimizer.children.ns_workspace import Scratch, carve, max_batch
 from megatron_lw.optimizer.workspace import BATCH_BELOW
+
+Iteration = Literal["standard", "gram"]
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _DTYPES = (*_HALF_DTYPES, torch.float32, torch.float64)
@@ -39,14 +50,17 @@ class NewtonSchulz:
     Attributes:
         coefficients: the polynomial of each step, from `resolve_coefficients`.
         dtype: of every product and of the result.
+        iteration: "standard", or "gram": matrices at least twice as long as wide are iterated in
+            Gram space, all others as usual.
 
     Raises:
         ConfigError: `dtype` is not bfloat16, float16, float32 or float64, or has too few digits for
-            the coefficients.
+            the coefficients or for the iteration.
     """
 
     coefficients: CoefficientSet
     dtype: torch.dtype = field(default=torch.bfloat16, kw_only=True)
+    iteration: Iteration = field(default="standard", kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the dtype."""
@@ -58,6 +72,19 @@ class NewtonSchulz:
                 f"dtype = {self.dtype} makes these coefficients (cans) diverge; use float32, or "
                 "polar_express, which is as fast and has a margin for rounding"
             )
+        if self.iteration not in get_args(Iteration):
+            raise ConfigError(f"iteration = {self.iteration!r} is unknown; use standard or gram")
+        if self.iteration == "gram" and self.dtype is torch.bfloat16:
+            raise ConfigError(
+                "iteration = 'gram' is not safe in torch.bfloat16: rounding is magnified from step "
+                "to step, and singular values of 3.5 were measured; use float16 or float32, or "
+                "iteration='standard'"
+            )
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """What inputs and results are kept in outside: float16 has too small a range for both."""
+        return torch.float32 if self.dtype is torch.float16 else self.dtype
 
     @torch.no_grad()
     def __call__(
@@ -82,12 +109,12 @@ class NewtonSchulz:
         Raises:
             ConfigError: an argument of another shape, dtype, device or size.
         """
-        _check_input("x", x, 2, 3)
+        check_input("x", x, 2, 3)
         if out is None:
             short, long = sorted(x.shape[-2:])
             out = torch.empty((*x.shape[:-2], short, long), dtype=self.dtype, device=x.device)
             out = out.mT if x.size(-2) > x.size(-1) else out
-        _check_out("out", out, x)
+        check_out("out", out, x)
         if x.numel() == 0:
             return out
         scratch = carve(workspace, x.shape, self.dtype, x.device)
@@ -118,12 +145,8 @@ class NewtonSchulz:
         Raises:
             ConfigError: as for `__call__`; also unequal shapes, dtypes or numbers of tensors.
         """
-        if len(matrices) != len(outs):
-            raise ConfigError(f"{len(matrices)} matrices, {len(outs)} outs: give one for each")
-        for x, out in zip(matrices, outs, strict=True):
-            _check_input("matrices", x, 2)
-            _check_equal(x, matrices[0])
-            _check_out("outs", out, x)
+        check_pairs(matrices, outs)
+        check_equal([(x, x.shape) for x in matrices], "shape")
         if not matrices or matrices[0].numel() == 0:
             return
         if min(matrices[0].shape) < BATCH_BELOW:
@@ -131,6 +154,53 @@ class NewtonSchulz:
             return
         for x, out in zip(matrices, outs, strict=True):
             self(x, out=out, workspace=workspace)
+
+    @torch.no_grad()
+    def orthogonalise_padded(
+        self, matrices: Sequence[Tensor], outs: Sequence[Tensor], workspace: Tensor | None = None
+    ) -> None:
+        """Orthogonalise matrices of one short side in batches, each padded with zeros.
+
+        Tall ones are turned first. Columns of zeros stay zero and change nothing else, so in exact
+        arithmetic the results are those of `orthogonalise`; the bits differ.
+
+        Args:
+            matrices: each [rows, columns], all of one dtype and min(rows, columns); not written.
+            outs: see `orthogonalise`.
+            workspace: see `__call__`. Enough for one matrix of the longest at least.
+
+        Raises:
+            ConfigError: as for `orthogonalise`; also unequal short sides.
+        """
+        check_pairs(matrices, outs)
+        check_equal([(x, min(x.shape)) for x in matrices], "short side")
+        if not matrices or min(matrices[0].shape) == 0:
+            return
+        short, longest = min(matrices[0].shape), max(max(x.shape) for x in matrices)
+        size = len(matrices)
+        if workspace is not None:
+            size = min(size, max_batch(short, longest, workspace.numel()))
+        for first in range(0, len(matrices), size):
+            self._padded_batch(
+                [_lying(x) for x in matrices[first : first + size]],
+                [_lying(out) for out in outs[first : first + size]],
+                workspace,
+            )
+
+    def _padded_batch(
+        self, lying: Sequence[Tensor], outs: Sequence[Tensor], workspace: Tensor | None
+    ) -> None:
+        shape = (len(lying), lying[0].size(0), max(x.size(1) for x in lying))
+        scratch = carve(workspace, shape, self.dtype, lying[0].device)
+        start = scratch.wide[0]
+        dtype = _normalising_dtype(lying[0].dtype, self.dtype)
+        padded = start if dtype is self.dtype else torch.empty_like(start, dtype=dtype)
+        padded.zero_()
+        parts = [part[:, : x.size(1)] for part, x in zip(padded, lying, strict=True)]
+        torch._foreach_copy_(parts, list(lying))
+        result = self._iterate(self._load(padded, start), scratch, None)
+        parts = [part[:, : out.size(1)] for part, out in zip(result, outs, strict=True)]
+        torch._foreach_copy_(list(outs), parts)
 
     def _in_batches(
         self, matrices: Sequence[Tensor], outs: Sequence[Tensor], workspace: Tensor | None
@@ -172,10 +242,17 @@ class NewtonSchulz:
         multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
         last = len(self.coefficients.triples) - 1
         direct = None if out is None else _as_target(out, tall, self.dtype)
+        multiply(x, x.mT, out=gram)
+        if self.coefficients.row_prescale:
+            _prescale_rows(x, gram, update)
+        if self.iteration == "gram" and is_long(*x.shape[-2:]):
+            x = iterate_in_gram_space(x, gram, self.coefficients.triples, scratch, direct)
+            if out is not None and direct is not None:
+                return out
+            return x.mT if tall else x
         for step, (a, b, c) in enumerate(self.coefficients.triples):
-            multiply(x, x.mT, out=gram)
-            if step == 0 and self.coefficients.row_prescale:
-                _prescale_rows(x, gram, update)
+            if step > 0:
+                multiply(x, x.mT, out=gram)
             multiply_add(gram, gram, gram, beta=b, alpha=c, out=update)
             target = direct if step == last and direct is not None else scratch.wide[(step + 1) % 2]
             x = multiply_add(x, update, x, beta=a, out=target)
@@ -228,34 +305,14 @@ def _as_target(out: Tensor, tall: bool, dtype: torch.dtype) -> Tensor | None:
     return short_out if out.dtype is dtype and short_out.is_contiguous() else None
 
 
+def _lying(x: Tensor) -> Tensor:
+    """The matrix, turned if it is tall."""
+    return x.mT if x.size(0) > x.size(1) else x
+
+
 def _copy_each(out: Tensor, result: Tensor) -> None:
     """Copy matrix by matrix: that transposes several times faster than one 3-D copy."""
     if out.ndim == 2:
         out.copy_(result)
     else:
         torch._foreach_copy_(out.unbind(0), result.unbind(0))
-
-
-def _check_input(name: str, x: Tensor, *ndims: int) -> None:
-    if x.ndim not in ndims or not x.is_floating_point():
-        wanted = " or ".join(f"{ndim}-D" for ndim in ndims)
-        raise ConfigError(
-            f"{name}: {x.dtype} of shape {tuple(x.shape)} cannot be orthogonalised; "
-            f"give {wanted} floating-point tensors"
-        )
-
-
-def _check_out(name: str, out: Tensor, x: Tensor) -> None:
-    if out.shape != x.shape or out.device != x.device or not out.is_floating_point():
-        raise ConfigError(
-            f"{name}: {out.dtype} of shape {tuple(out.shape)} on {out.device} cannot take the "
-            f"result; give a floating-point tensor of shape {tuple(x.shape)} on {x.device}"
-        )
-
-
-def _check_equal(x: Tensor, first: Tensor) -> None:
-    if x.shape != first.shape or x.dtype != first.dtype:
-        raise ConfigError(
-            f"matrices: {x.dtype} of {tuple(x.shape)} beside {first.dtype} of "
-            f"{tuple(first.shape)}; group them by shape and dtype"
-        )

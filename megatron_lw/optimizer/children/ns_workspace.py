@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_lw.errors import ConfigError
+from megatron_lw.optimizer.workspace import BATCH_BELOW
 
+MAX_PADDING = 0.2
+"""Share of a padded batch that may be zeros."""
 _ALIGNMENT = 64  # elements: every part starts on a cache line if the workspace does
 
 
@@ -43,6 +46,42 @@ def max_batch(rows: int, columns: int, budget_numel: int) -> int:
             f"give at least {workspace_numel(1, rows, columns)}"
         )
     return batch
+
+
+def group_into_batches(shapes: Sequence[tuple[int, int]], pad: bool) -> list[list[int]]:
+    """Say which matrices are orthogonalised together.
+
+    Args:
+        shapes: (rows, columns) of each matrix.
+        pad: whether small matrices (short side below `BATCH_BELOW`) of one short side and any long
+            sides go into one batch, as long as zeros fill at most `MAX_PADDING` of it.
+
+    Returns:
+        Indices of each batch; of equal shapes in the given order, else the longest first.
+    """
+    batches: list[list[int]] = []
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for index, shape in enumerate(shapes):
+        padded = pad and min(shape) < BATCH_BELOW
+        kinds.setdefault((min(shape),) if padded else shape, []).append(index)
+    for kind, members in kinds.items():
+        if len(kind) == 2:
+            batches.append(members)
+            continue
+        longest_first = sorted(members, key=lambda i: -max(shapes[i]))
+        filled = 0
+        for index in longest_first:
+            long = max(shapes[index])
+            if filled:
+                batch = batches[-1]
+                room = max(shapes[batch[0]]) * (len(batch) + 1)
+                if filled + long >= (1 - MAX_PADDING) * room:
+                    batch.append(index)
+                    filled += long
+                    continue
+            batches.append([index])
+            filled = long
+    return batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
