@@ -189,9 +189,9 @@ def _plain(value: str | bytes | float | None) -> Encoded:
 
 
 def _key(key: Any, where: str) -> Encoded:
-    if type(key) not in _PLAIN:
+    if type(key) not in _PLAIN or key != key:
         raise CheckpointError(
-            f"{where}: a key of type {type(key).__name__} cannot be saved; "
+            f"{where}: the key {key!r} of type {type(key).__name__} cannot be saved; "
             "use strings, numbers, booleans, bytes or None"
         )
     return _plain(key)

@@ -1,0 +1,268 @@
+"""Writes data files: safetensors files with a checksum per chunk, never overwritten in place.
+
+Bytes go from where the tensors lie to the file: no copy of host memory, device memory by way of a
+few pinned buffers. Another thread computes the checksums of the same bytes meanwhile. A file is
+named after its content, so equal state gives equal files under equal names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_lw.dist_checkpointing.dtypes import CODES, dtype_name
+from megatron_lw.dist_checkpointing.headers import Entry, header
+from megatron_lw.dist_checkpointing.manifest import CHUNK_NBYTES, FileRecord
+from megatron_lw.dist_checkpointing.storage import Storage, WritableFile
+from megatron_lw.errors import CheckpointError
+
+_SLOTS = 4
+"""Chunks under way at most: staged, being written, being summed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blob:
+    """A piece to be written.
+
+    Attributes:
+        key: `TensorRecord.key` of its logical tensor.
+        start: first index of the piece in it, in each dimension.
+        tensor: its elements, contiguous, on any device.
+    """
+
+    key: str
+    start: tuple[int, ...]
+    tensor: torch.Tensor
+
+    @property
+    def entry(self) -> Entry:
+        """What the header says of it."""
+        return Entry(self.key, self.start, tuple(self.tensor.shape), self.tensor.dtype)
+
+    def load(self) -> torch.Tensor:
+        """Its elements."""
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyBlob:
+    """A piece that is made when its turn comes, and let go of once it is written.
+
+    Attributes:
+        entry: what the header says of it.
+        make: returns its elements, contiguous; called once.
+    """
+
+    entry: Entry
+    make: Callable[[], torch.Tensor]
+
+    def load(self) -> torch.Tensor:
+        """Its elements.
+
+        Raises:
+            CheckpointError: `make` returned another dtype or shape than the entry says.
+        """
+        tensor = self.make()
+        found = tensor.dtype, tuple(tensor.shape)
+        if found != (self.entry.dtype, self.entry.shape):
+            raise CheckpointError(f"{self.entry.name}: made as {found}, expected {self.entry}")
+        return tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """A data file that has been written.
+
+    Attributes:
+        record: its name, size and checksums.
+        offsets: the first byte of each blob, in the order in which they were given.
+    """
+
+    record: FileRecord
+    offsets: tuple[int, ...]
+
+
+def write_data_file(
+    storage: Storage, directory: Path, rank: int, blobs: Sequence[Blob | LazyBlob]
+) -> WrittenFile | None:
+    """Write a data file, under a temporary name first; it and its directory are flushed.
+
+    Needs at most 16 MiB of memory besides the header.
+
+    Args:
+        storage: where to.
+        directory: the checkpoint's directory, which exists.
+        rank: the global rank that writes.
+        blobs: what to write; tensors of larger elements come first in the file, so that each is
+            aligned to its elements.
+
+    Returns:
+        What was written; None without blobs, for which there is no file.
+
+    Raises:
+        CheckpointError: two blobs have one name; a tensor is empty, not contiguous or of a dtype
+            that the format lacks; the file cannot be written.
+    """
+    if not blobs:
+        return None
+    _check(blobs)
+    order = sorted(range(len(blobs)), key=lambda i: -blobs[i].entry.dtype.itemsize)
+    start = header([blobs[i].entry for i in order])
+    offsets = [0] * len(blobs)
+    nbytes = len(start)
+    for i in order:
+        offsets[i] = nbytes
+        nbytes += blobs[i].entry.nbytes
+    temporary = directory / temporary_name(rank)
+    try:
+        file = storage.create(temporary)
+        try:
+            checksums = _write(file, start, [blobs[i] for i in order])
+            file.flush()
+        finally:
+            file.close()
+        name = file_name(rank, nbytes, checksums)
+        storage.replace(temporary, directory / name)
+        storage.flush_directory(directory)
+    except OSError as error:
+        raise CheckpointError(f"{temporary}: cannot be written: {error}") from error
+    record = FileRecord(name=name, rank=rank, nbytes=nbytes, checksums=checksums)
+    return WrittenFile(record=record, offsets=tuple(offsets))
+
+
+def temporary_name(rank: int) -> str:
+    """A name that no other file has; one that is left over belongs to a save that never ended."""
+    return f"rank{rank:05d}-{secrets.token_hex(8)}.tmp"
+
+
+def file_name(rank: int, nbytes: int, checksums: Sequence[int]) -> str:
+    """The name of a data file, from its size and the checksums of its chunks."""
+    content = struct.pack(f"<Q{len(checksums)}I", nbytes, *checksums)
+    return f"rank{rank:05d}-{hashlib.blake2b(content, digest_size=8).hexdigest()}.safetensors"
+
+
+def _check(blobs: Sequence[Blob | LazyBlob]) -> None:
+    names: set[str] = set()
+    for blob in blobs:
+        entry = blob.entry
+        if entry.name in names:
+            raise CheckpointError(f"{entry.name}: written twice; leave one out")
+        names.add(entry.name)
+        if entry.dtype not in CODES:
+            raise CheckpointError(f"{entry.name}: no checkpoint holds {dtype_name(entry.dtype)}")
+        if entry.nbytes == 0:
+            raise CheckpointError(f"{entry.name}: shape {entry.shape} is empty; leave it out")
+
+
+def _write(file: WritableFile, start: bytes, blobs: Sequence[Blob | LazyBlob]) -> tuple[int, ...]:
+    """Write header and tensors; return the checksum of each chunk."""
+    sums: list[Future[int]] = []
+    stage = _Stage()
+    with ThreadPoolExecutor(1, "checksum") as thread:
+        ahead: list[_Staged] = []
+        for index, parts in enumerate(_chunks(start, blobs)):
+            if index >= _SLOTS:
+                sums[index - _SLOTS].result()  # its slot is free from here on
+            ahead.append(stage.views(index % _SLOTS, parts))
+            if len(ahead) > 1:
+                _emit(file, ahead.pop(0), thread, sums)
+        for each in ahead:
+            _emit(file, each, thread, sums)
+        return tuple(each.result() for each in sums)
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """Bytes of a chunk, readable once `event` has happened."""
+
+    views: list[memoryview]
+    event: torch.cuda.Event | None
+
+
+def _emit(
+    file: WritableFile, staged: _Staged, thread: ThreadPoolExecutor, sums: list[Future[int]]
+) -> None:
+    if staged.event is not None:
+        staged.event.synchronize()
+    sums.append(thread.submit(_checksum, staged.views))
+    file.write(staged.views)
+
+
+def _checksum(views: list[memoryview]) -> int:
+    value = 0
+    for view in views:
+        value = zlib.crc32(view, value)
+    return value
+
+
+def _chunks(start: bytes, blobs: Sequence[Blob | LazyBlob]) -> Iterator[list[torch.Tensor]]:
+    """Bytes of the file as uint8 tensors, chunk by chunk."""
+    chunk: list[torch.Tensor] = []
+    room = CHUNK_NBYTES
+    for raw in _raw(start, blobs):
+        done = 0
+        while done < raw.numel():
+            part = raw[done : done + room]
+            chunk.append(part)
+            done += part.numel()
+            room -= part.numel()
+            if room == 0:
+                yield chunk
+                chunk, room = [], CHUNK_NBYTES
+    if chunk:
+        yield chunk
+
+
+def _raw(start: bytes, blobs: Sequence[Blob | LazyBlob]) -> Iterator[torch.Tensor]:
+    yield torch.frombuffer(bytearray(start), dtype=torch.uint8)
+    for blob in blobs:
+        tensor = blob.load().detach()
+        if not tensor.is_contiguous():
+            raise CheckpointError(
+                f"{blob.entry.name}: strides {tensor.stride()} of shape {tuple(tensor.shape)} "
+                "are not contiguous; give tensor.contiguous()"
+            )
+        yield tensor.reshape(-1).view(torch.uint8)
+
+
+class _Stage:
+    """Host buffers for what lies on a device: one chunk each, used in turn."""
+
+    def __init__(self) -> None:
+        self._slots: list[torch.Tensor | None] = [None] * _SLOTS
+
+    def views(self, slot: int, parts: Sequence[torch.Tensor]) -> _Staged:
+        """Views of the parts, which are copied to the slot where they are not in host memory."""
+        views: list[memoryview] = []
+        event: torch.cuda.Event | None = None
+        used = 0
+        for part in parts:
+            if not _on_host(part):
+                target = self._buffer(slot, part.device)[used : used + part.numel()]
+                target.copy_(part, non_blocking=True)
+                used += part.numel()
+                if part.is_cuda:
+                    event = torch.cuda.Event()
+                    event.record(torch.cuda.current_stream(part.device))
+                part = target
+            views.append(part.numpy().data)
+        return _Staged(views, event)
+
+    def _buffer(self, slot: int, device: torch.device) -> torch.Tensor:
+        buffer = self._slots[slot]
+        if buffer is None:
+            buffer = torch.empty(CHUNK_NBYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            self._slots[slot] = buffer
+        return buffer
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
