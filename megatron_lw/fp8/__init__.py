@@ -1,1 +1,1 @@
-"""Quantised weights and Transformer Engine."""
+"""FP8 weights: formats, arithmetic, and the adapter of Transformer Engine."""
