@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from megatron_lw.dist_checkpointing.dtypes import CODES, dtype_name
-from megatron_lw.dist_checkpointing.headers import Entry, header
+from megatron_lw.dist_checkpointing.headers import Entry, file_order, header
 from megatron_lw.dist_checkpointing.manifest import CHUNK_NBYTES, FileRecord
 from megatron_lw.dist_checkpointing.storage import Storage, WritableFile
 from megatron_lw.errors import CheckpointError
@@ -101,26 +101,26 @@ def write_data_file(
         storage: where to.
         directory: the checkpoint's directory, which exists.
         rank: the global rank that writes.
-        blobs: what to write; tensors of larger elements come first in the file, so that each is
-            aligned to its elements.
+        blobs: what to write; see `file_order` for where each comes to lie.
 
     Returns:
         What was written; None without blobs, for which there is no file.
 
     Raises:
-        CheckpointError: two blobs have one name; a tensor is empty, not contiguous or of a dtype
-            that the format lacks; the file cannot be written.
+        CheckpointError: two blobs have one name; a tensor is not contiguous, or of a dtype that
+            the format lacks; the file cannot be written.
     """
     if not blobs:
         return None
-    _check(blobs)
-    order = sorted(range(len(blobs)), key=lambda i: -blobs[i].entry.dtype.itemsize)
-    start = header([blobs[i].entry for i in order])
+    entries = [blob.entry for blob in blobs]
+    _check(entries)
+    order = file_order(entries)
+    start = header([entries[i] for i in order])
     offsets = [0] * len(blobs)
     nbytes = len(start)
     for i in order:
         offsets[i] = nbytes
-        nbytes += blobs[i].entry.nbytes
+        nbytes += entries[i].nbytes
     temporary = directory / temporary_name(rank)
     try:
         file = storage.create(temporary)
@@ -149,17 +149,14 @@ def file_name(rank: int, nbytes: int, checksums: Sequence[int]) -> str:
     return f"rank{rank:05d}-{hashlib.blake2b(content, digest_size=8).hexdigest()}.safetensors"
 
 
-def _check(blobs: Sequence[Blob | LazyBlob]) -> None:
+def _check(entries: Sequence[Entry]) -> None:
     names: set[str] = set()
-    for blob in blobs:
-        entry = blob.entry
+    for entry in entries:
         if entry.name in names:
             raise CheckpointError(f"{entry.name}: written twice; leave one out")
         names.add(entry.name)
         if entry.dtype not in CODES:
             raise CheckpointError(f"{entry.name}: no checkpoint holds {dtype_name(entry.dtype)}")
-        if entry.nbytes == 0:
-            raise CheckpointError(f"{entry.name}: shape {entry.shape} is empty; leave it out")
 
 
 def _write(file: WritableFile, start: bytes, blobs: Sequence[Blob | LazyBlob]) -> tuple[int, ...]:

@@ -86,5 +86,19 @@ def placed(manifest: Manifest) -> list[list[tuple[int, Entry]]]:
             entry = Entry(tensor.key, piece.box.start, piece.box.shape, dtype)
             found[piece.file].append((piece.offset, entry))
     for each in found:
-        each.sort(key=lambda place: place[0])
+        each.sort(key=lambda place: (place[0], place[1].nbytes, place[1].name))
     return found
+
+
+def file_order(entries: Sequence[Entry]) -> list[int]:
+    """In which order a file holds tensors: empty ones first, then larger elements before smaller.
+
+    So each tensor is aligned to its elements, as readers that map files into memory need it, and
+    offsets alone determine the order. Otherwise the order is the given one.
+    """
+
+    def key(index: int) -> tuple[bool, int, str]:
+        entry = entries[index]
+        return (True, -entry.dtype.itemsize, "") if entry.nbytes else (False, 0, entry.name)
+
+    return sorted(range(len(entries)), key=key)

@@ -52,7 +52,7 @@ class Storage(Protocol):
     """What saving, loading and tidying up need of a file system; errors are `OSError`."""
 
     def make_directory(self, path: Path) -> None:
-        """Make one directory, in one that exists; nothing happens if it is there."""
+        """Make a directory and what is missing above it; all of it survives a crash."""
 
     def create(self, path: Path) -> WritableFile:
         """Open a new file; `FileExistsError` if there is one."""
@@ -80,8 +80,11 @@ class FileStorage:
     """`Storage` on a file system of the operating system."""
 
     def make_directory(self, path: Path) -> None:
-        """Make one directory, in one that exists; nothing happens if it is there."""
-        path.mkdir(exist_ok=True)
+        """Make a directory and what is missing above it; all of it survives a crash."""
+        missing = [each for each in (path, *path.parents) if not each.is_dir()]
+        for each in reversed(missing):
+            each.mkdir(exist_ok=True)  # another rank may make it too
+            self.flush_directory(each.parent)
 
     def create(self, path: Path) -> WritableFile:
         """Open a new file; `FileExistsError` if there is one."""
@@ -165,14 +168,6 @@ def _after(views: list[memoryview], count: int) -> list[memoryview]:
             return [view[count:], *views[index + 1 :]]
         count -= view.nbytes
     return []
-
-
-def make_directories(storage: Storage, path: Path) -> None:
-    """Make a directory and what is missing above it, so that all of it survives a crash."""
-    missing = [each for each in (path, *path.parents) if not each.is_dir()]
-    for each in reversed(missing):
-        storage.make_directory(each)
-        storage.flush_directory(each.parent)
 
 
 def read(storage: Storage, path: Path) -> bytes:

@@ -28,7 +28,11 @@ class VerifiedFile:
     """
 
     def __init__(
-        self, storage: Storage, directory: Path, record: FileRecord, contents: Contents | None
+        self,
+        storage: Storage,
+        directory: Path,
+        record: FileRecord,
+        contents: Contents | None = None,
     ) -> None:
         """Open it.
 

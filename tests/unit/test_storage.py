@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lw.dist_checkpointing.storage import FileStorage, make_directories, read, write
+from megatron_lw.dist_checkpointing.storage import FileStorage, read, write
 from megatron_lw.errors import CheckpointError
 
 STORAGE = FileStorage()
@@ -70,8 +70,8 @@ def test_reading_past_the_end_says_where_the_file_ends(tmp_path: Path) -> None:
 
 
 def test_directories_are_made_with_what_is_above_them(tmp_path: Path) -> None:
-    make_directories(STORAGE, tmp_path / "a" / "b")
-    make_directories(STORAGE, tmp_path / "a" / "b")
+    STORAGE.make_directory(tmp_path / "a" / "b")
+    STORAGE.make_directory(tmp_path / "a" / "b")
     STORAGE.make_directory(tmp_path / "a" / "c")
     assert STORAGE.list(tmp_path / "a") == ["b", "c"]
     STORAGE.remove_directory(tmp_path / "a" / "c")
