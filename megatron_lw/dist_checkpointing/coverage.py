@@ -24,6 +24,7 @@ from megatron_lw.dist_checkpointing.manifest import (
     TensorRecord,
 )
 from megatron_lw.dist_checkpointing.tiling import tiling_problem
+from megatron_lw.dist_checkpointing.values import Encoded, tensor_names
 from megatron_lw.errors import CheckpointError
 
 _NAMED = 10
@@ -53,7 +54,22 @@ def problems(manifest: Manifest) -> Iterator[str]:
         _children(manifest),
         _rows(manifest),
         _files(manifest),
+        _values(manifest),
     )
+
+
+def encoded_values(manifest: Manifest) -> Iterator[tuple[str, Encoded]]:
+    """All values of a manifest that are encoded, with what messages call each."""
+    for child, record in manifest.children.items():
+        for name, value in record.values.items():
+            yield f"value of {name} in child {child}", value
+    for name, value in manifest.groups.items():
+        yield f"parameter group {name}", value
+    for name, value in manifest.values.items():
+        yield name, value
+    for rank, values in enumerate(manifest.values_by_rank):
+        for name, value in values.items():
+            yield f"{name} of rank {rank}", value
 
 
 def _repeated(what: str, names: Iterable[Hashable]) -> Iterator[str]:
@@ -169,3 +185,11 @@ def _file(file: FileRecord, content: list[tuple[int, Entry]]) -> Iterator[str]:
         end = max(end, offset + entry.nbytes)
     if end != file.nbytes:
         yield f"file {file.name!r}: its pieces end at byte {end}, the file at {file.nbytes}"
+
+
+def _values(manifest: Manifest) -> Iterator[str]:
+    known = {tensor.name for tensor in manifest.tensors if tensor.state == VALUE}
+    for where, value in encoded_values(manifest):
+        for name in tensor_names(value):
+            if name not in known:
+                yield f"{where} holds tensor {name!r}, which is not there"

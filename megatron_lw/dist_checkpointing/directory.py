@@ -154,6 +154,11 @@ def superseded(directory: Path, manifest: Manifest, storage: Storage) -> list[Pa
     return [directory / name for name in names]
 
 
+def foreign(directory: Path, storage: Storage) -> list[str]:
+    """Names in a checkpoint's directory that no save of ours can have made."""
+    return [name for name in storage.list(directory) if not _is_ours(name)]
+
+
 def _leftovers(directory: Path, storage: Storage) -> list[Path]:
     if not _is_committed(directory, storage):
         return _uncommitted(directory, storage)

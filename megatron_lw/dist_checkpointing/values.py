@@ -12,7 +12,7 @@ import base64
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -71,6 +71,18 @@ def decode(encoded: Encoded, *, take: Take, where: str = "value") -> Any:
         CheckpointError: it is no encoding of a value.
     """
     return _Decoder(take).decode(encoded, where, 0)
+
+
+def tensor_names(encoded: Encoded) -> Iterator[str]:
+    """The names under which `decode` would ask for tensors."""
+    left = [encoded]
+    while left:
+        each = left.pop()
+        if isinstance(each, list):
+            left += each
+        elif isinstance(each, dict):
+            left += each.values()
+            yield from (v for k, v in each.items() if k in _ASIDE and isinstance(v, str))
 
 
 class _Encoder:
@@ -149,7 +161,7 @@ class _Decoder:
 
     def _tagged(self, tag: str, body: Encoded, where: str, depth: int) -> Any:
         if isinstance(body, str):
-            if tag in ("$tensor", "$array"):
+            if tag in _ASIDE:
                 tensor = self._take(body)
                 return tensor if tag == "$tensor" else tensor.numpy()
             if tag in _FROM_TEXT:
@@ -250,6 +262,7 @@ def _float(text: str) -> float:
     return float(struct.unpack(">d", bytes.fromhex(text))[0])
 
 
+_ASIDE = ("$tensor", "$array")
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict, Counter, torch.Size))
 _MAPPINGS: Mapping[str, Callable[[dict[Any, Any]], Any]] = MappingProxyType(

@@ -35,6 +35,11 @@ GROUP_METHODS = frozenset(
     "_allgather_base _reduce_scatter_base reduce_scatter_tensor_coalesced alltoall alltoall_base "
     "monitored_barrier".split()
 )
+# What unpickles, and what is built on it.
+EXECUTING = tuple(
+    "pickle _pickle pickletools cloudpickle dill joblib marshal shelve copyreg torch.load "
+    "torch.save torch.serialization torch.package torch.jit.load torch.hub numpy.load".split()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +213,21 @@ def megatron(file: Source) -> Iterator[tuple[int, str]]:
             yield line, f"imports {full}"
 
 
+def no_pickle(file: Source) -> Iterator[tuple[int, str]]:
+    """Reading a file executes nothing: whatever can unpickle or evaluate is out of reach."""
+    names = aliases(file.tree)
+    for line, full, _ in imported_names(file.tree):
+        if within(full, EXECUTING):
+            yield line, f"imports {full}"
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Attribute) and within(dotted(node, names), EXECUTING):
+            yield node.lineno, f"uses {dotted(node, names)}"
+        elif isinstance(node, ast.Name) and node.id in ("eval", "exec", "compile"):
+            yield node.lineno, f"uses {node.id}"
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            yield node.value.lineno, "gives allow_pickle"
+
+
 RULES: tuple[Rule, ...] = (
     torch_distributed,
     no_assert,
@@ -217,4 +237,5 @@ RULES: tuple[Rule, ...] = (
     typed,
     transformer_engine,
     megatron,
+    no_pickle,
 )
