@@ -56,7 +56,7 @@ class OptimizerConfig:
     decoupled_min_lr: float | None = None
     """Lower end of that schedule; `min_lr` if None."""
     weight_decay: float = 0.01
-    """Decoupled weight decay: a step takes away lr * weight_decay * wd_mult of a weight."""
+    """Weight decay, times the group's wd_mult; `weight_decay_mode` says how it acts."""
     apply_wd_to_qk_layernorm: bool = False
     """Whether `overrides.standard_overrides` leaves decay on query and key layer norms."""
 
@@ -85,7 +85,8 @@ class OptimizerConfig:
     """dtype of Adam's second moment; fp32 only."""
 
     optimizer: str = "adam"
-    """Child that steps the matrices: 'adam', or 'muon' (with `muon_scalar_optimizer` for the rest).
+    """Child that steps the matrices: 'adam', 'lion' and 'sgd' step everything, 'muon' leaves the
+    rest to `muon_scalar_optimizer`.
 
     'dist_muon' is an older name of 'muon': it is warned about and reads back as 'muon'.
     """
@@ -110,11 +111,11 @@ class OptimizerConfig:
     adam_eps: float = 1e-8
     """Added to the root of the second moment; > 0."""
     decoupled_weight_decay: bool = True
-    """True only: decay acts on the weight (AdamW), not inside the gradient."""
+    """True: decay acts on the weight (AdamW), as `weight_decay_mode` says; False: "l2"."""
 
     # SGD
     sgd_momentum: float = 0.9
-    """No effect: 'sgd' is refused."""
+    """Decay rate of the sum of gradients of 'sgd', in [0, 1)."""
 
     # Muon
     muon_momentum: float = 0.95
@@ -149,13 +150,13 @@ class OptimizerConfig:
     muon_extra_scale_factor: float = 1.0
     """Multiplies the scale of every Muon update; > 0."""
     muon_scalar_optimizer: str = "adam"
-    """Child for what Muon does not take (embeddings, biases, norms): 'adam' only."""
+    """Child for what Muon does not take (embeddings, biases, norms): 'adam', 'lion' or 'sgd'."""
 
     # Lion, SOAP, adaptive Muon
     lion_beta1: float = 0.95
-    """No effect: 'lion' is refused."""
+    """Share of the average in the direction of Lion's step, in [0, 1)."""
     lion_beta2: float = 0.98
-    """No effect: 'lion' is refused."""
+    """Decay rate of Lion's average of the gradient, in [0, 1)."""
     soap_shampoo_beta: float = 0.95
     """No effect: 'soap' is refused."""
     soap_precondition_frequency: int = 1
@@ -216,6 +217,11 @@ class OptimizerConfig:
     """
     adam_backend: Literal["auto", "transformer_engine", "apex", "torch"] = "auto"
     """Kernel that steps Adam; 'auto' is the first of the three that is installed."""
+    weight_decay_mode: Literal["decoupled", "independent", "l2", "cautious"] = "decoupled"
+    """How weight decay d acts: 'decoupled' takes lr * d of a weight, 'independent' d of it whatever
+    the learning rate, 'l2' adds d times the weight to the gradient, 'cautious' is decoupled but
+    only where the step shrinks the weight anyway.
+    """
     muon_coefficients: tuple[tuple[float, float, float], ...] | None = None
     """Triples (a, b, c) of Newton-Schulz steps, cycled, for `muon_coefficient_type='custom'`."""
     muon_iteration: Literal["standard", "gram"] = "standard"

@@ -30,6 +30,11 @@ def contradicting_values(config: OptimizerConfig) -> Iterator[str]:
     """One sentence for each pair of values that exclude each other; each by itself is allowed."""
     yield from _contradicting_precision(config)
     yield from _contradicting_coefficients(config)
+    if not config.decoupled_weight_decay and config.weight_decay_mode not in ("decoupled", "l2"):
+        yield (
+            "OptimizerConfig.decoupled_weight_decay=False means 'l2' and contradicts "
+            f"weight_decay_mode={config.weight_decay_mode!r}; drop it"
+        )
     low = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
     pairs = (
         ("min_lr", config.min_lr, "lr", config.lr),

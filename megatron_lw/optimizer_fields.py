@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import torch
 
+from megatron_lw.child_names import CHILDREN, ELEMENTWISE_CHILDREN
 from megatron_lw.field_status import (
     Allowed,
     FieldStatus,
@@ -26,8 +27,8 @@ from megatron_lw.field_status import (
 _STATE_DTYPE = "masters, gradients of the masters and optimizer states are fp32"
 _KEEP_FP32 = "leave it at torch.float32"
 _OFFLOAD = "read only with optimizer_cpu_offload, which is refused"
-_OTHER_OPTIMIZER = "read only by an optimizer that is refused"
 _CHOOSE = "choose 'adam' or 'muon'"
+_OTHER_OPTIMIZER = "read only by an optimizer that is refused"
 _OWNER = "every matrix is orthogonalised whole by its owner: drop the setting or pass 'owner'"
 
 
@@ -52,7 +53,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         "decoupled_min_lr": honoured(
             number(0, optional=True), "lower end of that schedule; min_lr if None"
         ),
-        "weight_decay": honoured(number(0), "decoupled weight decay, times the group's wd_mult"),
+        "weight_decay": honoured(number(0), "weight decay, times the group's wd_mult"),
         "apply_wd_to_qk_layernorm": honoured(
             flag(), "standard_overrides then leaves decay on the layer norms of queries and keys"
         ),
@@ -73,11 +74,9 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         "exp_avg_dtype": refused(_STATE_DTYPE, _KEEP_FP32),
         "exp_avg_sq_dtype": refused(_STATE_DTYPE, _KEEP_FP32),
         "optimizer": honoured(
-            one_of("adam", "muon", "dist_muon"),
+            one_of(*CHILDREN, "dist_muon"),
             "the child that steps the matrices; 'dist_muon' is an older name of 'muon'",
             refuses={
-                "sgd": f"'sgd' is not supported; {_CHOOSE}",
-                "lion": f"'lion' is not supported yet; {_CHOOSE}",
                 "soap": f"'soap' is not supported yet; {_CHOOSE}",
                 "adaptive_muon": f"'adaptive_muon' is not supported yet; {_CHOOSE}",
             },
@@ -94,11 +93,8 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         "adam_beta1": honoured(number(0, 1), "decay rate of Adam's first moment"),
         "adam_beta2": honoured(number(0, 1), "decay rate of Adam's second moment"),
         "adam_eps": honoured(number(0, open_low=True), "added to the root of the second moment"),
-        "decoupled_weight_decay": refused(
-            "weight decay inside the gradient (L2) is not supported",
-            "leave it at True (AdamW) or set weight_decay=0",
-        ),
-        "sgd_momentum": no_effect(_OTHER_OPTIMIZER),
+        "decoupled_weight_decay": honoured(flag(), "False: weight decay inside the gradient (l2)"),
+        "sgd_momentum": honoured(number(0, 1), "decay rate of the sum of gradients of 'sgd'"),
         "muon_momentum": honoured(number(0, 1), "decay rate of Muon's momentum average"),
         "muon_split_qkv": no_effect("a fused matrix is orthogonalised as one"),
         "muon_nesterov": honoured(flag(), "orthogonalise the momentum one step ahead"),
@@ -127,12 +123,10 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
             number(0, open_low=True), "multiplies the scale of every Muon update"
         ),
         "muon_scalar_optimizer": honoured(
-            one_of("adam"),
-            "the child that steps what Muon does not take",
-            refuses={"lion": "'lion' is not supported yet; leave it at 'adam'"},
+            one_of(*ELEMENTWISE_CHILDREN), "the child that steps what Muon does not take"
         ),
-        "lion_beta1": no_effect(_OTHER_OPTIMIZER),
-        "lion_beta2": no_effect(_OTHER_OPTIMIZER),
+        "lion_beta1": honoured(number(0, 1), "share of the average in the direction of a step"),
+        "lion_beta2": honoured(number(0, 1), "decay rate of Lion's average"),
         "soap_shampoo_beta": no_effect(_OTHER_OPTIMIZER),
         "soap_precondition_frequency": no_effect(_OTHER_OPTIMIZER),
         "soap_use_kl_shampoo": no_effect(_OTHER_OPTIMIZER),
@@ -168,6 +162,9 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         "adam_backend": honoured(
             one_of("auto", "transformer_engine", "apex", "torch"),
             "the kernel that steps Adam; 'auto' takes the first of these that is installed",
+        ),
+        "weight_decay_mode": honoured(
+            one_of("decoupled", "independent", "l2", "cautious"), "how weight decay acts"
         ),
         "muon_coefficients": honoured(
             Allowed(text="a tuple of triples of finite numbers, or None", test=_are_triples),

@@ -18,6 +18,7 @@ from typing import TypedDict, TypeVar, cast
 
 import torch
 
+from megatron_lw.child_names import CHILDREN
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.errors import ConfigError
 from megatron_lw.field_status import Allowed, number, one_of
@@ -138,8 +139,10 @@ class ParamGroupOverride(TypedDict, total=False):
     """Multiplies the weight decay."""
     lr_mult: float
     """Multiplies the learning rate."""
+    weight_decay_mode: str
+    """How the weight decays, in place of `OptimizerConfig.weight_decay_mode`."""
     optimizer: str
-    """The child that steps the parameter: 'adam' or 'muon'."""
+    """The child that steps the parameter, by its name in `child_names`."""
 
 
 OVERRIDE_FIELDS: Mapping[str, Allowed] = MappingProxyType(
@@ -150,7 +153,8 @@ OVERRIDE_FIELDS: Mapping[str, Allowed] = MappingProxyType(
         "end_wd": number(0),
         "wd_mult": number(0),
         "lr_mult": number(0),
-        "optimizer": one_of("adam", "muon"),
+        "weight_decay_mode": one_of("decoupled", "independent", "l2", "cautious"),
+        "optimizer": one_of(*CHILDREN),
     }
 )
 

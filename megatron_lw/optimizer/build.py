@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_lw.child_names import ELEMENTWISE_CHILDREN
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.ddp_config import DDPConfig
 from megatron_lw.distributed.agreement import attempt
@@ -23,8 +24,10 @@ from megatron_lw.optimizer.children.adam import AdamChild
 from megatron_lw.optimizer.children.adam_backends import AdamBackend
 from megatron_lw.optimizer.children.base import Child
 from megatron_lw.optimizer.children.coefficients import resolve_coefficients
+from megatron_lw.optimizer.children.lion import LionChild
 from megatron_lw.optimizer.children.muon import Muon
 from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
+from megatron_lw.optimizer.children.sgd import SGDChild
 from megatron_lw.optimizer.describe import DescribedModel, describe, logical_numel
 from megatron_lw.optimizer.layout import BucketLayout
 from megatron_lw.optimizer.masters import MasterRow
@@ -259,8 +262,8 @@ def _children(
         for kind in sorted({bucket.child for bucket in plan.buckets}):
             mine = [p for p in placed if p.domain == domain and plan.buckets[p.index].child == kind]
             rows = [masters[p.buffer] for p in mine]
-            if kind == "adam":
-                children.append(AdamChild(rows, routing.group_of, backend))
+            if kind in ELEMENTWISE_CHILDREN:
+                children.append(_elementwise(kind, rows, routing, backend))
                 continue
             children.append(
                 Muon(
@@ -274,6 +277,14 @@ def _children(
                 )
             )
     return tuple(children)
+
+
+def _elementwise(
+    kind: str, rows: Sequence[MasterRow], routing: Routing, backend: AdamBackend
+) -> Child:
+    if kind == "adam":
+        return AdamChild(rows, routing.group_of, backend)
+    return (LionChild if kind == "lion" else SGDChild)(rows, routing.group_of)
 
 
 def _newton_schulz(config: OptimizerConfig) -> NewtonSchulz:

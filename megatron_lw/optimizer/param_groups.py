@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.errors import ConfigError
+from megatron_lw.optimizer.child_settings import CHILD_SETTINGS, child_settings
 from megatron_lw.optimizer.children.base import ParamGroup
-from megatron_lw.optimizer.children.muon import SCALE_MODES
 from megatron_lw.optimizer.routing import ExplicitGroup, ParamGroupSpec
 from megatron_lw.optimizer.runtime import Runtime
 from megatron_lw.overrides import ParamGroupOverride, ParamKey, check_overrides
@@ -96,7 +95,7 @@ def check_settings(groups: Sequence[ParamGroup]) -> None:
         ConfigError: naming the group, the setting and its value.
     """
     for group in groups:
-        for setting, (allowed, text) in _CHILD_SETTINGS[group["optimizer"]].items():
+        for setting, (allowed, text) in CHILD_SETTINGS[group["optimizer"]].items():
             if not allowed(group[setting]):
                 raise ConfigError(
                     f"parameter group {group['name']!r} has {setting} = {group[setting]!r}; "
@@ -107,7 +106,7 @@ def check_settings(groups: Sequence[ParamGroup]) -> None:
 def fingerprint(groups: Sequence[ParamGroup]) -> int:
     """A number below 2**16 that differs where the settings of a step differ."""
     values = [
-        (group["name"], [repr(group[name]) for name in _CHILD_SETTINGS[group["optimizer"]]])
+        (group["name"], [repr(group[name]) for name in CHILD_SETTINGS[group["optimizer"]]])
         for group in groups
     ]
     return zlib.crc32(repr(values).encode()) >> (32 - FINGERPRINT_BITS)
@@ -136,43 +135,6 @@ def _group(config: OptimizerConfig, spec: ParamGroupSpec, params: list[Any]) -> 
     }
     group["lr"] = max_lr * group["lr_mult"]
     group["weight_decay"] = config.weight_decay * group["wd_mult"]
-    if spec.child == "adam":
-        group["betas"] = (config.adam_beta1, config.adam_beta2)
-        group["eps"] = config.adam_eps
-    if spec.child == "muon":
-        group["momentum"] = config.muon_momentum
-        group["nesterov"] = config.muon_nesterov
-        group["scale_mode"] = config.muon_scale_mode
-        group["extra_scale_factor"] = config.muon_extra_scale_factor
+    for setting, value in child_settings(config, spec.child).items():
+        group.setdefault(setting, value)
     return group
-
-
-def _is_size(value: float) -> bool:
-    return math.isfinite(value) and value >= 0
-
-
-def _is_rate(value: float) -> bool:
-    return 0 <= value < 1
-
-
-def _are_rates(value: tuple[float, float]) -> bool:
-    return len(value) == 2 and all(_is_rate(v) for v in value)
-
-
-_SIZE = (_is_size, "a finite number of at least 0")
-_CHILD_SETTINGS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
-    "adam": {
-        "lr": _SIZE,
-        "weight_decay": _SIZE,
-        "betas": (_are_rates, "two numbers in [0, 1)"),
-        "eps": (lambda value: math.isfinite(value) and value > 0, "a finite number above 0"),
-    },
-    "muon": {
-        "lr": _SIZE,
-        "weight_decay": _SIZE,
-        "momentum": (_is_rate, "a number in [0, 1)"),
-        "nesterov": (lambda value: isinstance(value, bool), "True or False"),
-        "scale_mode": (lambda value: value in SCALE_MODES, f"one of {', '.join(SCALE_MODES)}"),
-        "extra_scale_factor": _SIZE,
-    },
-}

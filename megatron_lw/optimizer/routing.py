@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lw.child_names import MATRIX_CHILDREN
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.distributed.collectives import all_gather_objects
 from megatron_lw.distributed.group import Group
@@ -25,9 +26,6 @@ from megatron_lw.overrides import (
     combine_overrides,
     standard_overrides,
 )
-
-MATRIX_CHILDREN = frozenset({"muon"})
-"""Children that step whole matrices; the others step element by element."""
 
 _EMBEDDING_ATTRIBUTE = "is_embedding_or_output_parameter"
 
@@ -262,9 +260,10 @@ def agree_on_groups(routes: Sequence[Route], config: OptimizerConfig, world: Gro
     gathered = all_gather_objects(mine, world)
     specs = {spec for found, _ in gathered for spec in found}
     has_matrix = any(found for _, found in gathered)
-    if config.optimizer == "muon" and has_matrix and not any(s.child == "muon" for s in specs):
+    wanted = config.optimizer
+    if wanted in MATRIX_CHILDREN and has_matrix and not any(s.child == wanted for s in specs):
         raise ConfigError(
-            "optimizer='muon', but none of the model's matrices is routed to Muon; use "
+            f"optimizer={wanted!r}, but none of the model's matrices is routed to it; use "
             "optimizer='adam', or remove the tags and overrides that send them elsewhere"
         )
     return Routing(tuple(routes), tuple(sorted(specs, key=lambda s: natural_key(s.name))))
@@ -273,23 +272,24 @@ def agree_on_groups(routes: Sequence[Route], config: OptimizerConfig, world: Gro
 def _choose_child(
     info: ParamInfo, view: MatrixView | None, config: OptimizerConfig, forced: str | None
 ) -> tuple[str, str]:
-    scalar = config.muon_scalar_optimizer if config.optimizer == "muon" else config.optimizer
+    whole = config.optimizer in MATRIX_CHILDREN
+    scalar = config.muon_scalar_optimizer if whole else config.optimizer
     if forced is not None:
-        if forced == "muon" and view is None:
+        if forced in MATRIX_CHILDREN and view is None:
             raise ConfigError(
                 f"parameter {info.name!r} of shape {info.local_shape} is no matrix; "
-                "an override sets optimizer='muon' for it: remove it or use 'adam'"
+                f"an override sets optimizer={forced!r} for it: remove it or use 'adam'"
             )
         return forced, "override"
-    if config.optimizer != "muon":
+    if not whole:
         return scalar, f"optimizer={config.optimizer}"
     if info.use_muon is not None:
-        return ("muon" if info.use_muon else scalar), f"use_muon={info.use_muon}"
+        return (config.optimizer if info.use_muon else scalar), f"use_muon={info.use_muon}"
     if info.role in ("embedding", "output"):
         return scalar, f"{info.role} weight"
     if view is None:
         return scalar, "no matrix"
-    return "muon", "matrix"
+    return config.optimizer, "matrix"
 
 
 def _override_of(

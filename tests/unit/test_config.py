@@ -70,6 +70,7 @@ OWN_FIELDS = {
     OptimizerConfig: {
         "on_nonfinite",
         "adam_backend",
+        "weight_decay_mode",
         "muon_coefficients",
         "muon_iteration",
         "muon_dtype",

@@ -140,7 +140,8 @@ def test_overrides_that_disagree_name_the_parameter_the_field_and_both_keys() ->
         ({"eps": 1e-6}, "sets eps=1e-06, which cannot be overridden; these can: max_lr"),
         ({"wd_mult": -1.0}, "sets wd_mult=-1.0, which is not a finite number >= 0"),
         ({"max_lr": None}, "sets max_lr=None, which is not a finite number >= 0"),
-        ({"optimizer": "lion"}, "sets optimizer='lion', which is not one of 'adam', 'muon'"),
+        ({"optimizer": "adamw"}, "sets optimizer='adamw', which is not one of 'adam', 'lion', "),
+        ({"weight_decay_mode": "palm"}, "sets weight_decay_mode='palm', which is not one of "),
     ],
 )
 def test_an_unknown_field_or_value_of_an_override_is_refused(

@@ -31,6 +31,7 @@ from megatron_lw.optimizer.children.base import (
     group_ranges,
     state_rows_like,
 )
+from megatron_lw.optimizer.children.decay import shrink, with_l2
 from megatron_lw.optimizer.children.exchange import (
     ExchangeBuffers,
     RowExchange,
@@ -233,12 +234,11 @@ class MatrixChild(RowsOnly, ABC):
 
     def _begin(self, bucket: MatrixBucket, groups: Mapping[str, ParamGroup]) -> None:
         with self._guarded(bucket):
-            grads = bucket.master.gradient()
+            grads, weights = bucket.master.gradient(), bucket.master.row
             for part in bucket.ranges:
-                run = slice(part.start, part.stop)
-                self.update_momentum(
-                    bucket.momentum[run], grads[run], bucket.row[run], groups[part.group]
-                )
+                run, group = slice(part.start, part.stop), groups[part.group]
+                [grad] = with_l2([grads[run]], [weights[run]], group)
+                self.update_momentum(bucket.momentum[run], grad, bucket.row[run], group)
         bucket.handle = bucket.rows.start_out(bucket.label)
 
     def _gather(self, bucket: MatrixBucket, groups: Mapping[str, ParamGroup]) -> None:
@@ -269,9 +269,8 @@ class MatrixChild(RowsOnly, ABC):
         with self._guarded(bucket):
             for part in bucket.parts:
                 group = groups[part.group]
-                lr, decay = float(group["lr"]), float(group["weight_decay"])
-                step = -lr * self.scale(part.shape, group)
-                torch._foreach_mul_(part.weights, 1.0 - lr * decay)
+                step = -float(group["lr"]) * self.scale(part.shape, group)
+                shrink(part.weights, part.updates, group)
                 torch._foreach_add_(part.weights, part.updates, alpha=step)
 
     @contextmanager
