@@ -4,6 +4,8 @@
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --data mine.txt --steps 1000
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --tp 2 --sp --pp 2 --tied
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --ep 2 --experts 8 --overlap
+    torchrun --nproc-per-node 2 examples/pretrain_gpt.py --save checkpoints --save-interval 50
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --load checkpoints --steps 200
     python examples/pretrain_gpt.py --steps 20                    # one rank, no torchrun
 
 Runs on GPUs with NCCL where there are any, else on CPU with gloo. The text is the source of
@@ -21,11 +23,12 @@ from typing import Any, cast
 from torch import Tensor
 
 import megatron_lw
+from megatron_lw import dist_checkpointing
 from megatron_lw.distributed import collectives
 from pipeline import Batches, Pipeline
 from prepare import layout, leave, prepare_on_all, start
 from report import Clock, Reporter, StepRecord, time_table, write_csv, write_curve
-from settings import make_parser
+from settings import give_up, make_parser
 
 
 def optimizer_config(args: argparse.Namespace) -> megatron_lw.OptimizerConfig:
@@ -90,9 +93,37 @@ def mean_loss(loss: Tensor, groups: megatron_lw.ParallelGroups) -> float:
     return loss.item() / groups.replicas.size
 
 
+def resume(
+    args: argparse.Namespace,
+    ddp: megatron_lw.DistributedDataParallel,
+    optimizer: megatron_lw.LayerWiseDistributedOptimizer,
+) -> int:
+    """Load the newest checkpoint where one is asked for; returns the number of steps taken.
+
+    The batches depend on the step alone, so there is no position in the data to restore.
+    """
+    if args.load is None:
+        return 0
+    return dist_checkpointing.load(args.load, ddp, optimizer).step
+
+
+def save_when_due(
+    args: argparse.Namespace,
+    ddp: megatron_lw.DistributedDataParallel,
+    optimizer: megatron_lw.LayerWiseDistributedOptimizer,
+    step: int,
+) -> None:
+    """Save at the end, and every `--save-interval` steps; the last two checkpoints are kept."""
+    last = step == args.steps
+    due = args.save_interval is not None and step % args.save_interval == 0
+    if args.save is None or not (last or due):
+        return
+    dist_checkpointing.save(args.save, ddp, optimizer, step=step, keep_last=2, background=not last)
+
+
 def finish(args: argparse.Namespace, reporter: Reporter, clock: Clock, entropy: float) -> int:
     """Write the files, print the results, and hold the held-out loss against the target."""
-    reporter.say(time_table(clock, args.steps))
+    reporter.say(time_table(clock, len(reporter.records)))
     write_csv(args.out / "loss.csv", reporter.records)
     drawn = write_curve(args.out / "loss.png", reporter.records, entropy)
     files = "loss.csv and loss.png" if drawn else "loss.csv (no curve: matplotlib is missing)"
@@ -128,8 +159,13 @@ def main(arguments: list[str] | None = None) -> int:
     reporter.say(run.text)
     clock = Clock()
     pipeline = Pipeline(ddp, groups.pp, clock)
+    first = resume(args, ddp, optimizer)
+    if first >= args.steps:
+        give_up(f"--steps {args.steps}: the checkpoint has {first} steps already")
+    if first:
+        reporter.say(f"going on from step {first} of {args.load}")
     with reporter:
-        for step in range(args.steps):
+        for step in range(first, args.steps):
             begin = clock.elapsed
             share = learning_rate_share(step, args.steps, args.warmup)
             lr = set_learning_rate(optimizer.param_groups, share)
@@ -154,6 +190,8 @@ def main(arguments: list[str] | None = None) -> int:
                     held_out=measured,
                 )
             )
+            with clock.stage("checkpoint"):
+                save_when_due(args, ddp, optimizer, step + 1)
     leave()
     return finish(args, reporter, clock, run.entropy) if reporter.enabled else 0
 

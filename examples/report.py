@@ -118,7 +118,7 @@ class Reporter:
             f"{record.tokens_per_second:,.0f} tokens/s"
         )
         if self._bar is not None:
-            self._bar.update(self._task, advance=1, numbers=numbers)
+            self._bar.update(self._task, completed=record.step, numbers=numbers)
         elif record.step % self._log_every == 0 or record.step in (1, self._steps):
             self.say(f"step {record.step}/{self._steps}  {numbers}  lr {record.lr:.2e}")
         if record.held_out is not None:

@@ -82,6 +82,10 @@ def make_parser() -> Parser:
     optim("--lr", type=float, default=1e-2)
     optim("--weight-decay", type=float, default=0.1)
     optim("--warmup", type=float, default=0.05, help="share of the steps with a rising rate")
+    keep = parser.add_argument_group("checkpoints; any layout of ranks loads them").add_argument
+    keep("--save", type=Path, metavar="DIR", help="write a checkpoint here at the end")
+    keep("--save-interval", type=int, metavar="N", help="and every N steps, beside training")
+    keep("--load", type=Path, metavar="DIR", help="go on from the newest checkpoint in it")
     show = parser.add_argument_group("progress").add_argument
     show("--log-every", type=int, default=20, help="steps between lines where there is no terminal")
     show("--eval-every", type=int, default=40, help="steps between held-out losses")
@@ -98,6 +102,10 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name in ("steps", "log_every", "eval_every", "eval_windows"):
         if vars(args)[name] < 1:
             raise ValueError(f"--{name.replace('_', '-')} {vars(args)[name]}: must be at least 1")
+    if args.save_interval is not None and args.save_interval < 1:
+        raise ValueError(f"--save-interval {args.save_interval}: must be at least 1")
+    if args.save_interval is not None and args.save is None:
+        raise ValueError(f"--save-interval {args.save_interval}: needs --save DIR")
     if not 0 <= args.seed < 2**31:
         raise ValueError(f"--seed {args.seed}: must be in 0 ... 2^31 - 1")
     if not 0 <= args.warmup <= 1:

@@ -108,6 +108,15 @@ class ParallelGroups:
                 f"dp ({self.dp.size} ranks) must include context parallelism ({self.cp.size})"
             )
 
+    def sizes(self) -> dict[str, int]:
+        """Name of a group -> how many ranks it has."""
+        return {name: group.size for name, group in self.items()}
+
+    def items(self) -> list[tuple[str, Group]]:
+        """Each group with the name of its field."""
+        names = [f.name for f in fields(self)]
+        return list(zip(names, attrgetter(*names)(self), strict=True))
+
     def domain(self, domain: Domain) -> DomainGroups:
         """The groups of one domain."""
         if domain == "dense":
@@ -116,11 +125,6 @@ class ParallelGroups:
             return DomainGroups(self.expert_dp, self.expert_tp, self.expert_tp_dp)
         alone = Group("tensor", (self.world.ranks[self.world.rank],), 0, None)
         return DomainGroups(self.replicas, alone, self.replicas)
-
-    def sizes_of(self, domain: Domain) -> tuple[int, int]:
-        """How many ranks reduce together in a domain, and how many divide each tensor."""
-        over = self.domain(domain)
-        return over.reduce.size, over.tensor.size
 
     @classmethod
     def single(cls) -> ParallelGroups:
@@ -200,8 +204,7 @@ class ParallelGroups:
 
         Collective: every rank calls it, after its last collective on any of the groups.
         """
-        groups: tuple[Group, ...] = attrgetter(*(f.name for f in fields(self)))(self)
-        collectives.destroy(groups)
+        collectives.destroy(group for _, group in self.items())
 
     @classmethod
     def from_torch(cls, handles: Mapping[str, ProcessGroup]) -> ParallelGroups:

@@ -8,11 +8,10 @@ named after its content, so equal state gives equal files under equal names.
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,37 +47,34 @@ class Blob:
         """What the header says of it."""
         return Entry(self.key, self.start, tuple(self.tensor.shape), self.tensor.dtype)
 
-    def parts(self) -> Iterator[torch.Tensor]:
-        """Its elements, in order."""
-        yield self.tensor.detach()
+    def load(self) -> torch.Tensor:
+        """Its elements."""
+        return self.tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyBlob:
-    """A piece that is made when its turn comes, and let go of as it is written.
+    """A piece that is made when its turn comes, and let go of once it is written.
 
     Attributes:
         entry: what the header says of it.
-        make: gives its elements in row-major order, in contiguous parts; called once.
+        make: returns its elements, contiguous; called once.
     """
 
     entry: Entry
-    make: Callable[[], Iterable[torch.Tensor]]
+    make: Callable[[], torch.Tensor]
 
-    def parts(self) -> Iterator[torch.Tensor]:
-        """Its elements, in order.
+    def load(self) -> torch.Tensor:
+        """Its elements.
 
         Raises:
-            CheckpointError: `make` gave another dtype or number than the entry says.
+            CheckpointError: `make` returned another dtype or shape than the entry says.
         """
-        numel = 0
-        for part in self.make():
-            if part.dtype != self.entry.dtype:
-                raise CheckpointError(f"{self.entry.name}: made as {part.dtype}, not {self.entry}")
-            numel += part.numel()
-            yield part.detach()
-        if numel != math.prod(self.entry.shape):
-            raise CheckpointError(f"{self.entry.name}: {numel} elements made, not {self.entry}")
+        tensor = self.make()
+        found = tensor.dtype, tuple(tensor.shape)
+        if found != (self.entry.dtype, self.entry.shape):
+            raise CheckpointError(f"{self.entry.name}: made as {found}, expected {self.entry}")
+        return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,13 +221,13 @@ def _chunks(start: bytes, blobs: Sequence[Blob | LazyBlob]) -> Iterator[list[tor
 def _raw(start: bytes, blobs: Sequence[Blob | LazyBlob]) -> Iterator[torch.Tensor]:
     yield torch.frombuffer(bytearray(start), dtype=torch.uint8)
     for blob in blobs:
-        for part in blob.parts():
-            if not part.is_contiguous():
-                raise CheckpointError(
-                    f"{blob.entry.name}: strides {part.stride()} of shape {tuple(part.shape)} "
-                    "are not contiguous; give tensor.contiguous()"
-                )
-            yield part.reshape(-1).view(torch.uint8)
+        tensor = blob.load().detach()
+        if not tensor.is_contiguous():
+            raise CheckpointError(
+                f"{blob.entry.name}: strides {tensor.stride()} of shape {tuple(tensor.shape)} "
+                "are not contiguous; give tensor.contiguous()"
+            )
+        yield tensor.reshape(-1).view(torch.uint8)
 
 
 class _Stage:

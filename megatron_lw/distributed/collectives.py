@@ -314,6 +314,20 @@ def all_gather_objects(obj: Any, group: Group) -> list[Any]:
     return gathered
 
 
+def gather_objects(obj: Any, group: Group) -> list[Any] | None:
+    """Each rank's object, in group order, on the group's first rank; None on the others.
+
+    Collective: gather of pickled objects to rank 0 of `group`.
+    """
+    group.traffic.add("gather_object", 0)
+    if group.handle is None:
+        return [obj]
+    gathered: list[Any] | None = [None] * group.size if group.rank == 0 else None
+    with _named(_describe("gather of objects", group, "")):
+        dist.gather_object(obj, gathered, dst=group.ranks[0], group=group.handle)
+    return gathered
+
+
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
     """Copy a tensor of any dtype and layout from the group's rank `source` to the others, in place.
 
@@ -359,5 +373,15 @@ def create_control_group(world: Group, timeout: timedelta | None = None) -> Grou
     """
     if world.handle is None or dist.get_backend(world.handle) == "gloo":
         return world.renamed("control")
-    handle = dist.new_group(list(world.ranks), timeout=timeout, backend="gloo")
-    return Group("control", world.ranks, world.rank, handle)
+    return create_host_group("control", world, timeout)
+
+
+def create_host_group(name: str, world: Group, timeout: timedelta | None = None) -> Group:
+    """A group of all ranks on gloo, with a process group of its own.
+
+    Collective: creates a process group, if there is more than one rank.
+    """
+    if world.handle is None:
+        return world.renamed(name)
+    handle = dist.new_group(list(world.ranks), timeout=timeout or world_timeout(), backend="gloo")
+    return Group(name, world.ranks, world.rank, handle)

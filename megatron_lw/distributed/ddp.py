@@ -16,22 +16,17 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_lw.ddp_config import DDPConfig
-from megatron_lw.distributed import collectives, reduce
+from megatron_lw.distributed import reduce
 from megatron_lw.distributed.agreement import Kept
 from megatron_lw.distributed.buffers import BucketBuffer, GradState
 from megatron_lw.distributed.gather import Publisher
 from megatron_lw.distributed.hooks import OverlappedGather, OverlappedReduce
 from megatron_lw.distributed.inert import Hook, weakly
+from megatron_lw.distributed.replicate import replicate
 from megatron_lw.errors import ConfigError, StateError
 from megatron_lw.groups import ParallelGroups
-from megatron_lw.optimizer.describe import (
-    Holder,
-    buffer_domain,
-    frozen_domain,
-    take_gradient,
-    take_hold,
-)
-from megatron_lw.optimizer.names import NameMap, natural_key
+from megatron_lw.optimizer.describe import Holder, take_gradient, take_hold
+from megatron_lw.optimizer.names import NameMap
 
 
 class DistributedDataParallel(nn.Module):
@@ -187,8 +182,8 @@ class DistributedDataParallel(nn.Module):
         """Check, before anything is communicated, that training acts on what the model holds.
 
         Raises:
-            StateError: a trainable parameter is not in a bucket, left it, was frozen, has its own
-                gradient, or the gradients were used by a step already.
+            StateError: a trainable parameter is not in a bucket, left it, was frozen, or has its
+                own gradient.
         """
         self._require_optimizer()
         managed = self._managed()
@@ -201,6 +196,10 @@ class DistributedDataParallel(nn.Module):
                 )
         for bucket in self._buckets:
             bucket.check_bindings()
+
+    def require_unspent(self) -> None:
+        """Raise StateError if the gradients were used by a step already."""
+        for bucket in self._buckets:
             if bucket.grad_state is GradState.SPENT:
                 raise StateError(
                     f"{bucket.label} holds {bucket.grad_state.value}; call zero_grad() and "
@@ -321,28 +320,20 @@ class DistributedDataParallel(nn.Module):
         for publisher in self._publishers:
             publisher.master.seed()
 
+    def adopt_masters(self) -> None:
+        """Take the masters, which were loaded, as newest; to be published next."""
+        self.broken = None
+        self._stale = False
+        self.masters_newer = True
+        self.zero_grad_buffer()
+
     def broadcast_params(self) -> None:
         """Make replicas equal: every parameter and buffer as the first rank of its group has it.
 
-        Collective: one broadcast a bucket over its reduce group (and over `groups.embedding` for a
-        tied one), then one a frozen parameter or buffer, by name, over that of its domain.
+        Collective: see `replicate`.
         """
         self.finish_param_sync()
-        for bucket in self._buckets:
-            for tensor in bucket.weight_tensors():
-                collectives.broadcast(tensor, bucket.group)
-                if bucket.tied:
-                    collectives.broadcast(tensor, self.groups.embedding)
-        managed = self._managed()
-        rest = [
-            (name, param.detach(), frozen_domain(param))
-            for name, param in self.module.named_parameters()
-            if id(param) not in managed
-        ]
-        domain = buffer_domain(self.groups)
-        rest += [(name, buffer, domain) for name, buffer in self.module.named_buffers()]
-        for _, tensor, domain in sorted(rest, key=lambda entry: natural_key(entry[0])):
-            collectives.broadcast(tensor, self.groups.domain(domain).reduce)
+        replicate(self.module, self._buckets, self.groups)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's state dict, without a prefix of ours."""

@@ -21,8 +21,9 @@ from megatron_lw.distributed.group import Group
 from megatron_lw.errors import InvariantError, StateError
 from megatron_lw.groups import DOMAINS, Domain
 from megatron_lw.optimizer.agree import Fact, settings_facts
-from megatron_lw.optimizer.check_local import OPEN_STATES, Held, held_buckets, local_problems
+from megatron_lw.optimizer.check_local import OPEN_STATES, local_problems
 from megatron_lw.optimizer.claims import Claim, bits, compare
+from megatron_lw.optimizer.held import Held, held_buckets
 from megatron_lw.optimizer.plan import OwnershipPlan
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def _phase(entry: Held) -> str:
 
 
 def _step_counts(group: Group, held: Sequence[Held]) -> Claim:
-    counts = {f"steps of {entry.child}": entry.num_steps for entry in held}
+    counts = {f"steps of {entry.child.name}": entry.child.num_steps for entry in held}
     return Claim(
         invariant="step counts", group=group, facts=list(counts.items()), remedy=_ANEW, partial=True
     )

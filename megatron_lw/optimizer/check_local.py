@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron_lw.distributed.buffers import BucketBuffer, GradState, WeightState
+from megatron_lw.distributed.buffers import GradState, WeightState
 from megatron_lw.distributed.collectives import own_row
 from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.errors import StateError
-from megatron_lw.groups import Domain
-from megatron_lw.optimizer.masters import MasterRow
+from megatron_lw.optimizer.held import Held
 from megatron_lw.optimizer.runtime import Runtime
 
 OPEN_STATES = (GradState.EMPTY, GradState.ACCUMULATING, GradState.REDUCING)
@@ -22,62 +19,6 @@ OPEN_STATES = (GradState.EMPTY, GradState.ACCUMULATING, GradState.REDUCING)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ANEW = "build the optimizer anew and load a checkpoint"
 _BY_HAND = "the weight was changed by hand; call reload_model_params() if the change is to stay"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A bucket with everything that this rank holds of it.
-
-    Attributes:
-        domain: whose groups it uses.
-        bucket: weights and gradients.
-        master: this rank's fp32 row.
-        states: state key -> row of the child that steps it.
-        child: name of that child.
-        num_steps: its step count.
-    """
-
-    domain: Domain
-    bucket: BucketBuffer
-    master: MasterRow
-    states: Mapping[str, torch.Tensor]
-    child: str
-    num_steps: int
-
-    @property
-    def rows(self) -> Mapping[str, torch.Tensor]:
-        """Master and states by name."""
-        return {"master": self.master.row, **self.states}
-
-    def named_at(self, index: int) -> str:
-        """The parameter and element that lie at a place of the row."""
-        for name, slot in self.bucket.row_slots():
-            if slot.row_start <= index < slot.row_start + slot.numel:
-                return f"parameter {name!r}, element {slot.param_start + index - slot.row_start}"
-        return f"{self.bucket.label}, padding at {index} of its row"
-
-
-def held_buckets(runtime: Runtime) -> list[Held]:
-    """All buckets with what belongs to them, in the order in which they were built."""
-    publishers, children = iter(runtime.publishers), iter(runtime.children)
-    held: list[Held] = []
-    for domain, plan in runtime.plans.items():
-        child_of = {kind: next(children) for kind in sorted({b.child for b in plan.buckets})}
-        place: Counter[str] = Counter()
-        for planned in plan.buckets:
-            master, child = next(publishers).master, child_of[planned.child]
-            held.append(
-                Held(
-                    domain=domain,
-                    bucket=master.bucket,
-                    master=master,
-                    states=child.state_rows(place[planned.child]),
-                    child=child.name,
-                    num_steps=child.num_steps,
-                )
-            )
-            place[planned.child] += 1
-    return held
 
 
 def local_problems(

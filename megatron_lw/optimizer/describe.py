@@ -41,7 +41,6 @@ class ParamInfo:
         boxes: which local box is which global box; several where a parameter is divided by blocks.
         domain: "dense", "expert", or "replicated" (a copy on every rank of its pipeline stage).
         tp_dim: dimension divided over tensor parallelism; None: replicated over it.
-        divisible_dim: dimension that tensor parallelism divides where its size is above 1.
         role: "embedding" and "output" weights are stepped element by element, whatever their shape.
         matrices: matrices stacked along the first dimension(s) of it, on this rank.
         ep_size: expert-parallel ranks over which such a stack of experts is divided; 1: not
@@ -63,7 +62,6 @@ class ParamInfo:
     boxes: tuple[BoxPair, ...]
     domain: Domain = "dense"
     tp_dim: int | None = None
-    divisible_dim: int | None = None
     role: Role = "vector"
     matrices: int = 1
     ep_size: int = 1
@@ -214,6 +212,19 @@ def describe(
     )
 
 
+def describe_frozen(
+    chunks: Sequence[nn.Module], groups: ParallelGroups, names: NameMap
+) -> dict[str, tuple[ParamInfo, nn.Parameter]]:
+    """Global name -> facts and parameter, of what takes no gradient."""
+    found = {}
+    for index, chunk in enumerate(chunks):
+        for local_name, param in chunk.named_parameters():
+            if not param.requires_grad:
+                name = names.to_global(index, local_name)
+                found[name] = _info(name, local_name, index, param, False, groups), param
+    return found
+
+
 def frozen_domain(param: nn.Parameter) -> Domain:
     """Which ranks hold copies of a parameter that takes no gradient."""
     tags: Annotation | None = getattr(param, _ANNOTATION, None)
@@ -349,7 +360,6 @@ def _info(
         boxes=boxes,
         domain=domain,
         tp_dim=tags.tp_dim if tensor.size > 1 else None,
-        divisible_dim=tags.tp_dim,
         role=role,
         matrices=tags.matrices,
         ep_size=ep_size,

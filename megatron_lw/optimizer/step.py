@@ -67,7 +67,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         self._explicit: list[ExplicitGroup] = []
         self._runtime = rebuild(())
         self._watch = Stopwatch(self._runtime.device)
-        self._scaler = make_scaler(
+        self.loss_scaler = make_scaler(
             fp16=config.fp16,
             loss_scale=config.loss_scale,
             initial_loss_scale=config.initial_loss_scale,
@@ -75,6 +75,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             loss_scale_window=config.loss_scale_window,
             hysteresis=config.hysteresis,
         )
+        self.saver: Any = None  # what saves beside training, see dist_checkpointing
         self._broken: str | None = None
         self._stepped = False
         self._built = False
@@ -108,6 +109,8 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ConfigError("step(closure) is not supported: compute gradients before step()")
         self._require_working()
+        for chunk in self.model_chunks:
+            chunk.require_sync()
         self._watch.reset()
         kept = Kept()
         with kept.keeping("before the step"):
@@ -121,7 +124,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         with kept.keeping("stage 'stats'"):
             for chunk in self.model_chunks:
                 chunk.spend_gradients()
-        norm = measured.norm * self._scaler.inverse_scale
+        norm = measured.norm * self.loss_scaler.inverse_scale
         if not self._accept(measured, norm):
             return False, norm if measured.finite else None, measured.zeros
         self._stepped = True
@@ -139,11 +142,11 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for `backward`; the step divides it out again."""
-        return loss * self._scaler.scale
+        return loss * self.loss_scaler.scale
 
     def get_loss_scale(self) -> torch.Tensor:
         """The loss scale: fp32 `[1]` on the model's device; 1 unless training is FP16."""
-        return torch.full((1,), self._scaler.scale, device=self._runtime.device)
+        return torch.full((1,), self.loss_scaler.scale, device=self._runtime.device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradient storage of all chunks.
@@ -152,6 +155,45 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         """
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
+
+    def settle(self) -> None:
+        """Wait for gathers, and let the masters follow weights that were loaded, before a save.
+
+        Raises:
+            StateError: a step failed half-way, or the model has another optimizer by now.
+        """
+        self._require_working()
+        for chunk in self.model_chunks:
+            chunk.finish_param_sync()
+            chunk.check_bindings()
+            chunk.refresh_masters()
+
+    @contextmanager
+    def restoring(self, what: str, *, stepped: bool) -> Iterator[None]:
+        """While a load overwrites masters and states; then the weights are published from them.
+
+        Gradients are dropped. If it fails, the optimizer is broken until a load succeeds.
+
+        Args:
+            what: the checkpoint, for messages.
+            stepped: whether steps go on from there, so that the plan is frozen.
+
+        Collective: on leaving one all-gather a bucket over its reduce group.
+        """
+        self._require_held()
+        self._break(f"loading {what} has not ended")
+        try:
+            yield
+            self._broken = None
+            self._stepped = self._stepped or stepped
+            for chunk in self.model_chunks:
+                chunk.adopt_masters()
+            for chunk in self.model_chunks:
+                chunk.publish()
+                chunk.finish_param_sync()
+        except BaseException as error:
+            self._break(f"loading {what} failed: {type(error).__name__}: {error}")
+            raise
 
     def reload_model_params(self) -> None:
         """Set the masters from the model's weights, after the weights were changed by hand."""
@@ -251,13 +293,13 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
                 f"the gradient is not finite in {', '.join(measured.nonfinite)}; nothing was "
                 "updated. Look for the cause, or set on_nonfinite='skip' to skip such steps"
             )
-        self._scaler.update(not measured.finite)
+        self.loss_scaler.update(not measured.finite)
         return measured.finite and norm <= self.config.grad_norm_skip_threshold
 
     def _scale_gradients(self, norm: float) -> None:
         """Undo the loss scale, and clip."""
         clip = stats.clip_coefficient(norm, self.config.clip_grad)
-        factor = clip * self._scaler.inverse_scale
+        factor = clip * self.loss_scaler.inverse_scale
         if factor != 1.0:
             for bucket in self._runtime.buckets:
                 bucket.grad_row.mul_(factor)
@@ -322,14 +364,15 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             raise StateError(
                 f"the optimizer is broken since a step failed half-way: {self._broken}; {_REMEDY}"
             )
+        self._require_held()
+
+    def _require_held(self) -> None:
         held = [bucket for chunk in self.model_chunks for bucket in chunk.buckets]
         if set(held) != set(self._runtime.buckets):
             raise StateError(
                 "the model was wrapped again, or another optimizer was built for it: only the "
                 "newest can step"
             )
-        for chunk in self.model_chunks:
-            chunk.require_sync()
 
     def _require_ready(self) -> None:
         """Check what may differ between ranks.
@@ -340,6 +383,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         """
         for chunk in self.model_chunks:
             chunk.check_bindings()
+            chunk.require_unspent()
             chunk.refresh_masters()
         check_settings(self.param_groups)
 

@@ -18,7 +18,7 @@ from megatron_lw.distributed.calls import same_calls
 from megatron_lw.distributed.handle import Handle
 from megatron_lw.errors import InvariantError
 from megatron_lw.optimizer.check import check_optimizer
-from megatron_lw.optimizer.check_local import held_buckets
+from megatron_lw.optimizer.held import held_buckets
 from tests.distributed.cases import Bag, build, initial_values, integer_grads
 from tests.distributed.parallel_cases import Spec, mine, part_of
 

@@ -1,0 +1,110 @@
+"""Copies of one tensor on several ranks: found equal, and each written once."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from megatron_lw.dist_checkpointing.entries import Entry
+from megatron_lw.distributed.agreement import agree_or_raise
+from megatron_lw.distributed.checksums import by_rank, checksum
+from megatron_lw.distributed.collectives import all_gather_objects
+from megatron_lw.distributed.group import Group
+from megatron_lw.errors import CheckpointError
+from megatron_lw.groups import DOMAINS, ParallelGroups
+from megatron_lw.optimizer.agree import digest_facts
+
+Facts = Mapping[str, tuple[object, ...]]
+_REMEDY = (
+    "copies must be equal before they are saved; optimizer.check() tells since when a weight "
+    "differs, and leave_out= leaves a buffer out that is meant to differ"
+)
+
+
+def check_copies(entries: Sequence[Entry], groups: ParallelGroups) -> None:
+    """Compare the copies of masters and states that several ranks hold.
+
+    Collective: an all-gather of digests over each group with copies, one of facts where digests
+    differ, and one of verdicts over `groups.control`.
+
+    Raises:
+        CheckpointError: on every rank, naming the first tensor whose copies differ, with the ranks.
+    """
+    over = {id(g): g for domain in DOMAINS for g in (groups.domain(domain).tensor,)}
+    over[id(groups.embedding)] = groups.embedding
+    problems: list[str] = []
+    for group in over.values():
+        if group.size == 1:
+            continue
+        facts = _facts([entry for entry in entries if entry.copies is group])
+        digests = all_gather_objects(digest_facts(list(facts.items())), group)
+        if len(set(digests)) > 1:
+            problems += _differences(all_gather_objects(facts, group), group, partial=False)
+    problem = CheckpointError(f"{problems[0]}; {_REMEDY}") if problems else None
+    agree_or_raise(problem, groups.control)
+
+
+def assign_writers(entries: Sequence[Entry], group: Group) -> tuple[Entry, ...]:
+    """Compare entries that any ranks may hold copies of, and give each of them one writer.
+
+    Collective: an all-gather of names and checksums over `group`.
+
+    Returns:
+        The entries, with `writes` set on the one rank that is to write.
+
+    Raises:
+        CheckpointError: on every rank, naming the first tensor whose copies differ, with the ranks.
+    """
+    gathered = all_gather_objects(_facts(entries), group)
+    problems = _differences(gathered, group, partial=True)
+    if problems:
+        raise CheckpointError(f"{problems[0]}; {_REMEDY}")
+    return tuple(replace(entry, writes=_writer(entry, gathered) == group.rank) for entry in entries)
+
+
+def _writer(entry: Entry, gathered: Sequence[Facts]) -> int:
+    """Which rank of the group writes; names spread the work over those that hold a copy."""
+    label = _label(entry)
+    holders = [rank for rank, facts in enumerate(gathered) if label in facts]
+    return holders[zlib.crc32(label.encode()) % len(holders)]
+
+
+def _facts(entries: Sequence[Entry]) -> dict[str, tuple[object, ...]]:
+    """What must be equal: dtype, logical shape and bits; the host waits for the device once."""
+    if not entries:
+        return {}
+    sums = torch.stack([checksum(entry.tensor).cpu() for entry in entries]).tolist()
+    return {
+        _label(entry): (entry.dtype, entry.shape, f"checksum {value % (1 << 64):016x}")
+        for entry, value in zip(entries, sums, strict=True)
+    }
+
+
+def _label(entry: Entry) -> str:
+    return f"{entry.key} at {list(entry.box.start)}"
+
+
+def _differences(gathered: Sequence[Facts], group: Group, *, partial: bool) -> list[str]:
+    """Texts about tensors whose facts are not equal on all ranks that should hold them."""
+    return list(_find_differences(gathered, group, partial))
+
+
+def _find_differences(gathered: Sequence[Facts], group: Group, partial: bool) -> Iterator[str]:
+    for label in dict.fromkeys(label for facts in gathered for label in facts):
+        holders = [
+            (rank, facts.get(label))
+            for rank, facts in zip(group.ranks, gathered, strict=True)
+            if label in facts or not partial
+        ]
+        if len({fact for _, fact in holders}) > 1:
+            values = [_shown(fact) for _, fact in holders]
+            yield f"{label} differs over group {group.name!r}: " + by_rank(
+                values, [rank for rank, _ in holders]
+            )
+
+
+def _shown(fact: tuple[object, ...] | None) -> str:
+    return "absent" if fact is None else " ".join(str(value) for value in fact)

@@ -1,0 +1,264 @@
+"""What a rank holds of a model and its optimizer, in the terms of logical tensors.
+
+The same entries are written by a save and filled by a load: views of masters, states, frozen
+parameters and buffers, each with the box of the logical tensor that it is.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_lw.dist_checkpointing.dtypes import dtype_name
+from megatron_lw.dist_checkpointing.manifest import VALUE, ParamRecord, RowRecord
+from megatron_lw.dist_checkpointing.runs import Place, logical_parts, row_content
+from megatron_lw.distributed.group import Group
+from megatron_lw.groups import ParallelGroups
+from megatron_lw.optimizer.boxes import Box
+from megatron_lw.optimizer.describe import ParamInfo, describe_frozen
+from megatron_lw.optimizer.held import Held, held_buckets
+from megatron_lw.optimizer.names import NameMap
+from megatron_lw.optimizer.routing import Route
+
+if TYPE_CHECKING:
+    from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Entry:
+    """A part of a logical tensor on this rank.
+
+    Attributes:
+        name: identity of the parameter or buffer.
+        state: `master`, `value` or a state key of the child.
+        shape: logical shape of the whole tensor.
+        box: which part this is.
+        tensor: its elements, of shape `box.shape`; a view of what the optimizer or the model holds.
+        copies: ranks that hold equal copies of it; None: this rank alone holds it, or no one says.
+        writes: whether this rank writes it, of all that hold a copy.
+    """
+
+    name: str
+    state: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+    copies: Group | None
+    writes: bool
+
+    @property
+    def key(self) -> str:
+        """What messages call it; the same as `TensorRecord.key`."""
+        return f"{self.name}/{self.state}"
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype without the module's name."""
+        return dtype_name(self.tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What this rank holds.
+
+    Attributes:
+        params: its stepped parameters.
+        entries: masters and states.
+        values: frozen parameters and persistent buffers.
+        rows: its rows, with their declared padding.
+    """
+
+    params: tuple[ParamRecord, ...]
+    entries: tuple[Entry, ...]
+    values: tuple[Entry, ...]
+    rows: tuple[RowRecord, ...]
+
+
+def holdings(optimizer: LayerWiseDistributedOptimizer) -> Holdings:
+    """Collect what this rank holds of an optimizer and its model. No communication."""
+    runtime, groups = optimizer.runtime, optimizer.groups
+    routes = {route.info.name: route for route in runtime.routing.routes}
+    held = held_buckets(runtime)
+    rank = groups.world.ranks[groups.world.rank]
+    return Holdings(
+        params=tuple(_param_record(route, groups) for route in routes.values()),
+        entries=(
+            *(entry for each in held for entry in _bucket_entries(each, routes, groups)),
+            *_owned_entries(held, routes),
+        ),
+        values=(*_frozen(optimizer), *_buffers(optimizer)),
+        rows=tuple(_row_record(each, routes, rank) for each in held),
+    )
+
+
+def identity(info: ParamInfo) -> str:
+    """What a parameter is called in checkpoints: one name for all copies of a tied weight."""
+    return info.name if info.tied is None else f"tied/{info.tied}"
+
+
+def place_of(info: ParamInfo) -> Place:
+    """Where this rank's part of a parameter lies in the logical tensor."""
+    return Place(
+        name=identity(info),
+        local_shape=info.local_shape,
+        pairs=info.boxes,
+        shape=_logical_shape(info),
+    )
+
+
+def _logical_shape(info: ParamInfo) -> tuple[int, ...]:
+    if info.logical_rows is None:
+        return info.global_shape
+    return (info.logical_rows, *info.global_shape[1:])
+
+
+def _param_record(route: Route, groups: ParallelGroups) -> ParamRecord:
+    info = route.info
+    return ParamRecord(
+        name=identity(info),
+        names=(info.name,),
+        dtype=info.dtype,
+        shape=_logical_shape(info),
+        stored_rows=info.global_shape[0] if info.global_shape else None,
+        child=route.child,
+        group=route.group.name,
+        domain=info.domain,
+        tp_dim=info.tp_dim,
+        blocks=info.blocks,
+        matrices=info.matrices * info.ep_size,
+        is_stack=info.ep_size > 1,
+        role=info.role,
+    )
+
+
+def _bucket_entries(
+    held: Held, routes: Mapping[str, Route], groups: ParallelGroups
+) -> Iterator[Entry]:
+    """Masters and states of one bucket's row."""
+    bucket = held.bucket
+    infos = [routes[name].info for name in bucket.names]
+    copies = {identity(info): _copies(info, groups) for info in infos}
+    content = row_content(bucket.layout, bucket.group.rank, [place_of(info) for info in infos])
+    for part in content.parts:
+        where, writes = copies[part.place.name]
+        for key, row in held.rows.items():
+            run = row[part.start : part.start + _numel(part.box)]
+            yield Entry(
+                name=part.place.name,
+                state=key,
+                shape=part.place.shape,
+                box=part.box,
+                tensor=run.view(part.box.shape),
+                copies=where,
+                writes=writes,
+            )
+
+
+def _owned_entries(held: list[Held], routes: Mapping[str, Route]) -> Iterator[Entry]:
+    """States that lie whole at the owner of a matrix."""
+    for child in {id(each.child): each.child for each in held}.values():
+        for state in child.owned_states():
+            yield Entry(
+                name=identity(routes[state.param].info),
+                state=state.key,
+                shape=state.global_shape,
+                box=Box(state.start, tuple(state.tensor.shape)),
+                tensor=state.tensor,
+                copies=None,
+                writes=True,
+            )
+
+
+def _copies(info: ParamInfo, groups: ParallelGroups) -> tuple[Group | None, bool]:
+    """Which ranks hold the same part of a stepped parameter, and whether this one writes it."""
+    tensor = groups.domain(info.domain).tensor
+    if info.tied is not None and groups.embedding.size > 1:
+        return groups.embedding, groups.embedding.rank == 0 and _first_of(tensor, info)
+    if info.tp_dim is None and tensor.size > 1:
+        return tensor, _first_of(tensor, info)
+    return None, True
+
+
+def _first_of(tensor: Group, info: ParamInfo) -> bool:
+    """Whether this rank writes for its tensor-parallel group; the writers take turns by name."""
+    whole = info.tp_dim is None and tensor.size > 1
+    return not whole or tensor.rank == zlib.crc32(info.name.encode()) % tensor.size
+
+
+def _row_record(held: Held, routes: Mapping[str, Route], rank: int) -> RowRecord:
+    bucket = held.bucket
+    infos = [routes[name].info for name in bucket.names]
+    content = row_content(bucket.layout, bucket.group.rank, [place_of(info) for info in infos])
+    return RowRecord(
+        bucket=f"{held.domain}/{held.kind}/{identity(infos[0])}",
+        rank=rank,
+        length=held.master.row.numel(),
+        runs=content.runs,
+        padding=content.padding,
+    )
+
+
+def _frozen(optimizer: LayerWiseDistributedOptimizer) -> Iterator[Entry]:
+    chunks, groups = optimizer.model_chunks, optimizer.groups
+
+    def to_global(chunk: int, name: str) -> str:
+        return chunks[chunk].names.to_global(chunk, name)
+
+    frozen = describe_frozen([chunk.module for chunk in chunks], groups, NameMap(to_global))
+    for info, param in frozen.values():
+        place = place_of(info)
+        for part in logical_parts(place, 0, info.numel):
+            local = _local_view(param.detach(), part.start, part.box)
+            yield _value(place.name, place.shape, part.box, local, groups)
+
+
+def _buffers(optimizer: LayerWiseDistributedOptimizer) -> Iterator[Entry]:
+    """Persistent buffers; each once, where chunks have one of the same name."""
+    names: set[str] = set()
+    for index, chunk in enumerate(optimizer.model_chunks):
+        persistent = chunk.module.state_dict(keep_vars=True)
+        for local_name, buffer in chunk.module.named_buffers():
+            name = chunk.names.to_global(index, local_name)
+            if local_name in persistent and name not in names:
+                names.add(name)
+                shape = tuple(buffer.shape)
+                whole = Box((0,) * len(shape), shape)
+                yield _value(name, shape, whole, buffer.detach(), optimizer.groups)
+
+
+def _value(
+    name: str,
+    shape: tuple[int, ...],
+    box: Box,
+    tensor: torch.Tensor,
+    groups: ParallelGroups,
+) -> Entry:
+    """An entry that any rank may hold; who writes it is agreed on at save."""
+    return Entry(
+        name=name,
+        state=VALUE,
+        shape=shape,
+        box=box,
+        tensor=tensor,
+        copies=groups.control,
+        writes=False,
+    )
+
+
+def _local_view(tensor: torch.Tensor, start: int, box: Box) -> torch.Tensor:
+    """The part of a local tensor, contiguous in row-major order, that a logical box is."""
+    index: list[slice] = []
+    rest = start
+    for dim, extent in enumerate(box.shape):
+        inner = tensor.shape[dim + 1 :].numel()
+        at, rest = divmod(rest, inner) if inner else (0, 0)
+        index.append(slice(at, at + extent))
+    return tensor[tuple(index)]
+
+
+def _numel(box: Box) -> int:
+    return torch.Size(box.shape).numel()
