@@ -72,6 +72,8 @@ def text(value: object, where: str) -> str:
     """A string."""
     if not isinstance(value, str):
         raise CheckpointError(f"{where}: expected a string, found {value!r:.40}")
+    if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+        raise CheckpointError(f"{where}: {value!a:.40} is no text")
     return value
 
 
@@ -119,7 +121,7 @@ def mapping_of(read: Callable[[object, str], T]) -> Callable[[object, str], Mapp
     def entries(value: object, where: str) -> Mapping[str, T]:
         if not isinstance(value, dict):
             raise CheckpointError(f"{where}: expected an object, found {value!r:.40}")
-        return {key: read(item, f"{where}: {key}") for key, item in value.items()}
+        return {text(key, where): read(item, f"{where}: {key}") for key, item in value.items()}
 
     return entries
 
