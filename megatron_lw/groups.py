@@ -126,6 +126,11 @@ class ParallelGroups:
         alone = Group("tensor", (self.world.ranks[self.world.rank],), 0, None)
         return DomainGroups(self.replicas, alone, self.replicas)
 
+    def sizes_of(self, domain: Domain) -> tuple[int, int]:
+        """How many ranks reduce together in a domain, and how many divide each tensor."""
+        over = self.domain(domain)
+        return over.reduce.size, over.tensor.size
+
     @classmethod
     def single(cls) -> ParallelGroups:
         """Groups of one rank each, without `torch.distributed`: one process, no communication."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +10,7 @@ from typing import Any, get_args
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.presets import Kind, ModelParam
+from megatron_lw.topology import expert_of, layer_of
 
 _REQUIRED = ("name", "shape", "kind")
 _OPTIONAL = ("sharded", "tied")
@@ -26,8 +26,6 @@ _NUM_DIMS: Mapping[str, tuple[int, int]] = MappingProxyType(
     }
 )
 _SHARDED = frozenset({"matrix", "embedding", "output", "expert_matrix"})
-_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.([0-9]+)(?:\.|$)")
-_EXPERT = re.compile(r"(?:^|\.)experts?\.([0-9]+)\.|\.(?:weight|bias)([0-9]+)$")
 
 
 def read_model(path: Path) -> list[ModelParam]:
@@ -71,15 +69,13 @@ def _param(entry: Any, number: int) -> ModelParam:
             f"parameter {name!r} has sharded={sharded!r}, tied={tied!r}: "
             "give a boolean and a string"
         )
-    layer, expert = _LAYER.search(name), _EXPERT.search(name)
-    is_expert = kind.startswith("expert") and expert is not None
     return ModelParam(
         name=name,
         shape=_shape(entry["shape"], kind, name),
         kind=kind,
         sharded=sharded,
-        layer=int(layer[1]) if layer else None,
-        expert=int(expert[1] or expert[2]) if is_expert and expert else None,
+        layer=layer_of(name),
+        expert=expert_of(name) if kind.startswith("expert") else None,
         tied=tied,
     )
 

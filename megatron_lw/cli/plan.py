@@ -10,10 +10,11 @@ from pathlib import Path
 from megatron_lw.cli.model_file import read_model
 from megatron_lw.cli.plot import plot_loads
 from megatron_lw.cli.report import as_json, print_report, summarise
-from megatron_lw.cli.topology import Topology, split_model
+from megatron_lw.cli.topology import split_model
 from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer.plan import OwnershipPlan, plan_domain
 from megatron_lw.presets import PRESETS, ModelParam, model_params, preset
+from megatron_lw.topology import Topology
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

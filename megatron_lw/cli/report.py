@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_lw.cli.sizes import human_size
 from megatron_lw.optimizer.owners import SLACK
 from megatron_lw.optimizer.plan import OwnershipPlan, PlanMetrics
 
@@ -133,7 +134,7 @@ def _bytes_table(report: Report) -> Table:
     }
     for key, label in labels.items():
         columns = [*report.domains.values(), report.overall]
-        table.add_row(label, *(_bytes(values[key]) for values in columns))
+        table.add_row(label, *(human_size(values[key]) for values in columns))
     return table
 
 
@@ -166,11 +167,3 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     return table
-
-
-def _bytes(value: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"

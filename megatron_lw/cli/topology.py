@@ -5,60 +5,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer.plan import PlanParam
 from megatron_lw.presets import ModelParam
+from megatron_lw.topology import Topology, divide_layers
 
 EXPERT_KINDS = frozenset({"expert_matrix", "expert_vector"})
 MATRIX_KINDS = frozenset({"matrix", "conv", "expert_matrix"})
 _NUM_DIMS = MappingProxyType({"expert_matrix": 2, "expert_vector": 1})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
-    """Sizes of the parallel dimensions, as Megatron names them.
-
-    Attributes:
-        dp: Data parallel, context parallelism included.
-        tp: Tensor parallel.
-        ep: Expert parallel.
-        pp: Pipeline parallel.
-        etp: Expert tensor parallel.
-    """
-
-    dp: int
-    tp: int
-    ep: int
-    pp: int
-    etp: int
-
-    def __post_init__(self) -> None:
-        """Check that the sizes are positive and that the ranks of experts divide.
-
-        Raises:
-            ConfigError: If not; names the size.
-        """
-        sizes = {"dp": self.dp, "tp": self.tp, "ep": self.ep, "pp": self.pp, "etp": self.etp}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ConfigError(f"{name}={value} is below 1: give a positive integer")
-        if self.dp * self.tp % (self.ep * self.etp):
-            raise ConfigError(
-                f"dp * tp = {self.dp} * {self.tp} is not a multiple of ep * etp = "
-                f"{self.ep} * {self.etp}: experts have dp * tp / (ep * etp) data-parallel ranks"
-            )
-
-    @property
-    def expert_dp(self) -> int:
-        """Data-parallel ranks of the experts."""
-        return self.dp * self.tp // (self.ep * self.etp)
-
-    def sizes_of(self, domain: str) -> tuple[int, int]:
-        """Return the data-parallel and the tensor-parallel size of a domain, dense or expert."""
-        return (self.expert_dp, self.etp) if domain == "expert" else (self.dp, self.tp)
 
 
 def split_model(
@@ -73,7 +29,7 @@ def split_model(
         ConfigError: If a size does not divide a parameter, the experts or the layers; names it.
     """
     model = list(model)
-    stages = _stage_of_layer(model, topology.pp)
+    stages = divide_layers((param.layer for param in model if param.layer is not None), topology.pp)
     kept = _experts_of_one_rank(model, topology.ep)
     split: list[dict[str, list[PlanParam]]] = [defaultdict(list) for _ in range(topology.pp)]
     for param in model:
@@ -83,16 +39,6 @@ def split_model(
         for stage in _stages_of(param, stages, topology.pp):
             split[stage][domain].append(_plan_param(param, topology))
     return [dict(each) for each in split]
-
-
-def _stage_of_layer(model: Sequence[ModelParam], pp: int) -> dict[int, int]:
-    layers = sorted({param.layer for param in model if param.layer is not None})
-    if pp > max(1, len(layers)):
-        raise ConfigError(f"pp={pp} is more than the model's {len(layers)} layers: lower it")
-    size, larger = divmod(len(layers), pp)
-    sizes = [size + (stage < larger) for stage in range(pp)]
-    stages = [stage for stage, number in enumerate(sizes) for _ in range(number)]
-    return dict(zip(layers, stages, strict=True))
 
 
 def _stages_of(param: ModelParam, stages: Mapping[int, int], pp: int) -> list[int]:

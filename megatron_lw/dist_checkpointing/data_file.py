@@ -8,10 +8,11 @@ named after its content, so equal state gives equal files under equal names.
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,34 +48,37 @@ class Blob:
         """What the header says of it."""
         return Entry(self.key, self.start, tuple(self.tensor.shape), self.tensor.dtype)
 
-    def load(self) -> torch.Tensor:
-        """Its elements."""
-        return self.tensor
+    def parts(self) -> Iterator[torch.Tensor]:
+        """Its elements, in order."""
+        yield self.tensor.detach()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyBlob:
-    """A piece that is made when its turn comes, and let go of once it is written.
+    """A piece that is made when its turn comes, and let go of as it is written.
 
     Attributes:
         entry: what the header says of it.
-        make: returns its elements, contiguous; called once.
+        make: gives its elements in row-major order, in contiguous parts; called once.
     """
 
     entry: Entry
-    make: Callable[[], torch.Tensor]
+    make: Callable[[], Iterable[torch.Tensor]]
 
-    def load(self) -> torch.Tensor:
-        """Its elements.
+    def parts(self) -> Iterator[torch.Tensor]:
+        """Its elements, in order.
 
         Raises:
-            CheckpointError: `make` returned another dtype or shape than the entry says.
+            CheckpointError: `make` gave another dtype or number than the entry says.
         """
-        tensor = self.make()
-        found = tensor.dtype, tuple(tensor.shape)
-        if found != (self.entry.dtype, self.entry.shape):
-            raise CheckpointError(f"{self.entry.name}: made as {found}, expected {self.entry}")
-        return tensor
+        numel = 0
+        for part in self.make():
+            if part.dtype != self.entry.dtype:
+                raise CheckpointError(f"{self.entry.name}: made as {part.dtype}, not {self.entry}")
+            numel += part.numel()
+            yield part.detach()
+        if numel != math.prod(self.entry.shape):
+            raise CheckpointError(f"{self.entry.name}: {numel} elements made, not {self.entry}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,13 +225,13 @@ def _chunks(start: bytes, blobs: Sequence[Blob | LazyBlob]) -> Iterator[list[tor
 def _raw(start: bytes, blobs: Sequence[Blob | LazyBlob]) -> Iterator[torch.Tensor]:
     yield torch.frombuffer(bytearray(start), dtype=torch.uint8)
     for blob in blobs:
-        tensor = blob.load().detach()
-        if not tensor.is_contiguous():
-            raise CheckpointError(
-                f"{blob.entry.name}: strides {tensor.stride()} of shape {tuple(tensor.shape)} "
-                "are not contiguous; give tensor.contiguous()"
-            )
-        yield tensor.reshape(-1).view(torch.uint8)
+        for part in blob.parts():
+            if not part.is_contiguous():
+                raise CheckpointError(
+                    f"{blob.entry.name}: strides {part.stride()} of shape {tuple(part.shape)} "
+                    "are not contiguous; give tensor.contiguous()"
+                )
+            yield part.reshape(-1).view(torch.uint8)
 
 
 class _Stage:

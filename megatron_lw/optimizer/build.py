@@ -32,10 +32,10 @@ from megatron_lw.optimizer.describe import DescribedModel, describe, logical_num
 from megatron_lw.optimizer.layout import BucketLayout
 from megatron_lw.optimizer.masters import MasterRow
 from megatron_lw.optimizer.names import NameMap
-from megatron_lw.optimizer.plan import OwnershipPlan, PlanParam, plan_domain
+from megatron_lw.optimizer.plan import OwnershipPlan
+from megatron_lw.optimizer.plan_routes import plan_routes
 from megatron_lw.optimizer.routing import (
     ExplicitGroup,
-    Route,
     Routing,
     agree_on_groups,
     decide_routes,
@@ -70,7 +70,9 @@ def build_runtime(
     agree.agree_on_model(model, groups)
     routes = attempt(lambda: decide_routes(model, config, overrides, explicit), groups.world)
     routing = agree_on_groups(routes, config, groups.world)
-    plans = attempt(lambda: _plan(routes, ddp_config, groups), groups.world)
+    plans = attempt(
+        lambda: plan_routes(routes, groups.sizes_of, ddp_config.bucket_size), groups.world
+    )
     device = _device(chunks)
     backend = attempt(lambda: resolve_backend(device), groups.world)
     for domain in DOMAINS:
@@ -142,39 +144,6 @@ def _describe(
                 "set it"
             )
     return model
-
-
-def _plan(
-    routes: Sequence[Route], ddp_config: DDPConfig, groups: ParallelGroups
-) -> dict[Domain, OwnershipPlan]:
-    plans: dict[Domain, OwnershipPlan] = {}
-    for domain in DOMAINS:
-        params = [_plan_param(route) for route in routes if route.info.domain == domain]
-        if params:
-            over = groups.domain(domain)
-            plans[domain] = plan_domain(
-                params,
-                domain=domain,
-                dp=over.reduce.size,
-                tp=over.tensor.size,
-                bucket_size=ddp_config.bucket_size,
-            )
-    return plans
-
-
-def _plan_param(route: Route) -> PlanParam:
-    matrix = route.matrix
-    return PlanParam(
-        name=route.info.name,
-        numel=route.info.numel,
-        child=route.child,
-        matrix=None if matrix is None else (matrix.rows, matrix.cols),
-        count=1 if matrix is None else matrix.count,
-        chunk=route.info.chunk,
-        tied=route.info.tied,
-        sharded=route.info.tp_dim is not None,
-        group=route.group.name,
-    )
 
 
 def _device(chunks: Sequence[DistributedDataParallel]) -> torch.device:

@@ -41,6 +41,7 @@ class ParamInfo:
         boxes: which local box is which global box; several where a parameter is divided by blocks.
         domain: "dense", "expert", or "replicated" (a copy on every rank of its pipeline stage).
         tp_dim: dimension divided over tensor parallelism; None: replicated over it.
+        divisible_dim: dimension that tensor parallelism divides where its size is above 1.
         role: "embedding" and "output" weights are stepped element by element, whatever their shape.
         matrices: matrices stacked along the first dimension(s) of it, on this rank.
         ep_size: expert-parallel ranks over which such a stack of experts is divided; 1: not
@@ -62,6 +63,7 @@ class ParamInfo:
     boxes: tuple[BoxPair, ...]
     domain: Domain = "dense"
     tp_dim: int | None = None
+    divisible_dim: int | None = None
     role: Role = "vector"
     matrices: int = 1
     ep_size: int = 1
@@ -360,6 +362,7 @@ def _info(
         boxes=boxes,
         domain=domain,
         tp_dim=tags.tp_dim if tensor.size > 1 else None,
+        divisible_dim=tags.tp_dim,
         role=role,
         matrices=tags.matrices,
         ep_size=ep_size,

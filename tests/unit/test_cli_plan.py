@@ -12,9 +12,10 @@ import pytest
 
 from megatron_lw.cli.main import main
 from megatron_lw.cli.model_file import read_model
-from megatron_lw.cli.topology import Topology, split_model
+from megatron_lw.cli.topology import split_model
 from megatron_lw.errors import ConfigError
 from megatron_lw.presets import model_params, preset
+from megatron_lw.topology import Topology
 
 KEYS = {
     "padding_fraction",

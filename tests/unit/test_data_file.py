@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -110,9 +110,9 @@ def test_staged_and_lazy_tensors_give_the_same_bytes(
     made: list[str] = []
 
     def lazy(blob: Blob) -> LazyBlob:
-        def make() -> torch.Tensor:
+        def make() -> Iterator[torch.Tensor]:
             made.append(blob.key)
-            return blob.tensor.clone()
+            yield from blob.tensor.clone().reshape(-1).split(7)
 
         return LazyBlob(entry=blob.entry, make=make)
 
@@ -133,8 +133,12 @@ def test_staged_and_lazy_tensors_give_the_same_bytes(
             "^w@: no checkpoint holds complex128",
         ),
         (
-            [LazyBlob(entry=Entry("w", (0,), (2,), torch.int8), make=lambda: torch.ones(2))],
-            "^w@0: made as .torch.float32",
+            [LazyBlob(entry=Entry("w", (0,), (2,), torch.int8), make=lambda: [torch.ones(2)])],
+            "^w@0: made as torch.float32",
+        ),
+        (
+            [LazyBlob(entry=Entry("w", (0,), (2,), torch.float32), make=lambda: [torch.ones(1)])],
+            "^w@0: 1 elements made",
         ),
     ],
 )

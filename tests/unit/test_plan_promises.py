@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lw.cli.topology import Topology, split_model
+from megatron_lw.cli.topology import split_model
 from megatron_lw.optimizer.plan import PlanMetrics, plan_domain
 from megatron_lw.presets import PRESETS, model_params, preset
+from megatron_lw.topology import Topology
 
 SIZES = (8, 32, 64, 128, 512)
 
