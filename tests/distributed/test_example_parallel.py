@@ -145,3 +145,19 @@ def test_parts_are_what_their_annotations_say(tied):
 
 def box_slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+
+
+@pytest.mark.parametrize("ranks, flags", [(1, ""), (4, "--tp 2 --pp 2"), (2, "--overlap")])
+def test_a_run_that_stopped_goes_on_in_another_layout(one_rank, tmp_path, ranks, flags):
+    """Two ranks save half-way, any layout goes on: the later steps are those of one rank's run."""
+    reference = one_rank("")
+    saves = f"--save {tmp_path / 'saved'} --save-interval 3"
+    (loss, norm, _), _ = losses(2, saves, tmp_path / "first")
+    assert loss == pytest.approx(reference[0], abs=TOLERANCE)
+    saved = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert saved == ["step-0000000003", "step-0000000006"]
+    half = tmp_path / "saved" / "step-0000000003"
+    (loss, norm, held_out), _ = losses(ranks, f"{flags} --load {half}", tmp_path / "second")
+    assert loss == pytest.approx(reference[0][3:], abs=TOLERANCE)
+    assert norm == pytest.approx(reference[1][3:], rel=10 * TOLERANCE)
+    assert held_out == pytest.approx(reference[2][1:], abs=TOLERANCE)
