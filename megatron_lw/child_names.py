@@ -6,7 +6,7 @@ ELEMENTWISE_CHILDREN = ("adam", "lion", "sgd")
 """Children that see flat slices of rows."""
 MUON_CHILDREN = ("muon",)
 """Children that orthogonalise whole matrices."""
-WHOLE_CHILDREN: tuple[str, ...] = ()
+WHOLE_CHILDREN = ("whole", "soap")
 """Children that hand whole parameters to an optimizer of torch's kind."""
 MATRIX_CHILDREN = frozenset({*MUON_CHILDREN, *WHOLE_CHILDREN})
 """Children that step whole matrices; the others step element by element."""

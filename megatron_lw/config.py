@@ -85,8 +85,8 @@ class OptimizerConfig:
     """dtype of Adam's second moment; fp32 only."""
 
     optimizer: str = "adam"
-    """Child that steps the matrices: 'adam', 'lion' and 'sgd' step everything, 'muon' leaves the
-    rest to `muon_scalar_optimizer`.
+    """Child that steps the matrices: 'adam', 'lion' and 'sgd' step everything; 'muon', 'whole' (the
+    class that `whole_optimizer` names) and 'soap' leave the rest to `muon_scalar_optimizer`.
 
     'dist_muon' is an older name of 'muon': it is warned about and reads back as 'muon'.
     """
@@ -158,11 +158,11 @@ class OptimizerConfig:
     lion_beta2: float = 0.98
     """Decay rate of Lion's average of the gradient, in [0, 1)."""
     soap_shampoo_beta: float = 0.95
-    """No effect: 'soap' is refused."""
+    """Decay rate of SOAP's averages of Gram matrices, in [0, 1)."""
     soap_precondition_frequency: int = 1
-    """No effect: 'soap' is refused."""
+    """No effect, and warned about: SOAP of emerging-optimizers 0.3.0 has a basis at every step."""
     soap_use_kl_shampoo: bool = True
-    """No effect: 'soap' is refused."""
+    """Whether SOAP's averages are those of KL-Shampoo."""
     adaptive_muon_moment2_method: str = "adamuon"
     """No effect: 'adaptive_muon' is refused."""
     adaptive_muon_beta2: float = 0.95
@@ -217,6 +217,12 @@ class OptimizerConfig:
     """
     adam_backend: Literal["auto", "transformer_engine", "apex", "torch"] = "auto"
     """Kernel that steps Adam; 'auto' is the first of the three that is installed."""
+    whole_optimizer: str | None = None
+    """Class that `optimizer='whole'` steps whole matrices with: 'module:Class', say
+    'torch.optim:Adagrad', or a name in the registry of emerging-optimizers, if that is installed.
+    """
+    whole_settings: tuple[tuple[str, Any], ...] = ()
+    """Its arguments by name, besides `lr` and `weight_decay`, which come from the groups."""
     weight_decay_mode: Literal["decoupled", "independent", "l2", "cautious"] = "decoupled"
     """How weight decay d acts: 'decoupled' takes lr * d of a weight, 'independent' d of it whatever
     the learning rate, 'l2' adds d times the weight to the gradient, 'cautious' is decoupled but

@@ -30,6 +30,7 @@ def contradicting_values(config: OptimizerConfig) -> Iterator[str]:
     """One sentence for each pair of values that exclude each other; each by itself is allowed."""
     yield from _contradicting_precision(config)
     yield from _contradicting_coefficients(config)
+    yield from _contradicting_whole(config)
     if not config.decoupled_weight_decay and config.weight_decay_mode not in ("decoupled", "l2"):
         yield (
             "OptimizerConfig.decoupled_weight_decay=False means 'l2' and contradicts "
@@ -68,6 +69,14 @@ def _contradicting_precision(config: OptimizerConfig) -> Iterator[str]:
                 f"OptimizerConfig.params_dtype={config.params_dtype} contradicts {name}=False; "
                 f"set {name}=True"
             )
+
+
+def _contradicting_whole(config: OptimizerConfig) -> Iterator[str]:
+    if config.optimizer == "whole" and config.whole_optimizer is None:
+        yield (
+            "OptimizerConfig.optimizer='whole' needs whole_optimizer, which is None; give the path "
+            "of a class, such as 'torch.optim:Adagrad'"
+        )
 
 
 def _contradicting_coefficients(config: OptimizerConfig) -> Iterator[str]:

@@ -43,6 +43,16 @@ def _are_triples(value: object) -> bool:
     )
 
 
+def _is_path(value: object) -> bool:
+    return value is None or (isinstance(value, str) and bool(value))
+
+
+def _are_pairs(value: object) -> bool:
+    return isinstance(value, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in value
+    )
+
+
 OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
     {
         "lr": honoured(number(0, optional=True), "learning rate of every group that names none"),
@@ -77,7 +87,6 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
             one_of(*CHILDREN, "dist_muon"),
             "the child that steps the matrices; 'dist_muon' is an older name of 'muon'",
             refuses={
-                "soap": f"'soap' is not supported yet; {_CHOOSE}",
                 "adaptive_muon": f"'adaptive_muon' is not supported yet; {_CHOOSE}",
             },
         ),
@@ -127,9 +136,11 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         ),
         "lion_beta1": honoured(number(0, 1), "share of the average in the direction of a step"),
         "lion_beta2": honoured(number(0, 1), "decay rate of Lion's average"),
-        "soap_shampoo_beta": no_effect(_OTHER_OPTIMIZER),
-        "soap_precondition_frequency": no_effect(_OTHER_OPTIMIZER),
-        "soap_use_kl_shampoo": no_effect(_OTHER_OPTIMIZER),
+        "soap_shampoo_beta": honoured(number(0, 1), "decay rate of SOAP's averages"),
+        "soap_precondition_frequency": no_effect(
+            "SOAP of emerging-optimizers 0.3.0 has a basis at every step", warn=True
+        ),
+        "soap_use_kl_shampoo": honoured(flag(), "whether SOAP's averages are KL-Shampoo's"),
         "adaptive_muon_moment2_method": no_effect(_OTHER_OPTIMIZER),
         "adaptive_muon_beta2": no_effect(_OTHER_OPTIMIZER),
         "adaptive_muon_eps": no_effect(_OTHER_OPTIMIZER),
@@ -162,6 +173,13 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         "adam_backend": honoured(
             one_of("auto", "transformer_engine", "apex", "torch"),
             "the kernel that steps Adam; 'auto' takes the first of these that is installed",
+        ),
+        "whole_optimizer": honoured(
+            Allowed(text="a path 'module:Class' or a name, or None", test=_is_path),
+            "the class that steps whole matrices",
+        ),
+        "whole_settings": honoured(
+            Allowed(text="a tuple of pairs (name, value)", test=_are_pairs), "its arguments"
         ),
         "weight_decay_mode": honoured(
             one_of("decoupled", "independent", "l2", "cautious"), "how weight decay acts"

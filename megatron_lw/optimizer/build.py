@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_lw.child_names import ELEMENTWISE_CHILDREN
+from megatron_lw.child_names import ELEMENTWISE_CHILDREN, WHOLE_CHILDREN
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.ddp_config import DDPConfig
 from megatron_lw.distributed.agreement import attempt
@@ -28,6 +28,8 @@ from megatron_lw.optimizer.children.lion import LionChild
 from megatron_lw.optimizer.children.muon import Muon
 from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
 from megatron_lw.optimizer.children.sgd import SGDChild
+from megatron_lw.optimizer.children.whole import WholeChild
+from megatron_lw.optimizer.children.whole_optimizers import WholeFactory, resolve_whole
 from megatron_lw.optimizer.describe import DescribedModel, describe, logical_numel
 from megatron_lw.optimizer.layout import BucketLayout
 from megatron_lw.optimizer.masters import MasterRow
@@ -75,6 +77,7 @@ def build_runtime(
     )
     device = _device(chunks)
     backend = attempt(lambda: resolve_backend(device), groups.world)
+    factories = attempt(lambda: _whole_factories(config, routing), groups.world)
     for domain in DOMAINS:
         _agree_on_plan(domain, plans.get(domain), config, ddp_config, backend, groups)
     _agree_on_tied_buckets(plans, groups)
@@ -100,7 +103,7 @@ def build_runtime(
         routing=routing,
         plans=plans,
         buckets=tuple(publishers),
-        children=_children(config, plans, placed, masters, routing, backend, groups),
+        children=_children(config, plans, placed, masters, routing, backend, factories, groups),
         publishers=tuple(publishers.values()),
         counted=counted_runs(tuple(publishers), _counter(model, groups)),
         device=device,
@@ -223,6 +226,7 @@ def _children(
     masters: Mapping[BucketBuffer, MasterRow],
     routing: Routing,
     backend: AdamBackend,
+    factories: Mapping[str, WholeFactory],
     groups: ParallelGroups,
 ) -> tuple[Child, ...]:
     """One child for each domain and kind that has buckets, with its process group."""
@@ -234,18 +238,20 @@ def _children(
             if kind in ELEMENTWISE_CHILDREN:
                 children.append(_elementwise(kind, rows, routing, backend))
                 continue
-            children.append(
-                Muon(
-                    rows,
-                    [p.index for p in mine],
-                    {route.info.name: route for route in routing.routes},
-                    plan,
-                    groups.domain(domain),
-                    _newton_schulz(config),
-                    pad=config.muon_pad_batches,
-                )
-            )
+            routes = {route.info.name: route for route in routing.routes}
+            places = rows, [p.index for p in mine], routes, plan, groups.domain(domain)
+            if kind in WHOLE_CHILDREN:
+                children.append(WholeChild(kind, *places, factories[kind]))
+                continue
+            pad = config.muon_pad_batches
+            children.append(Muon(*places, _newton_schulz(config), pad=pad))
     return tuple(children)
+
+
+def _whole_factories(config: OptimizerConfig, routing: Routing) -> Mapping[str, WholeFactory]:
+    """The classes of all children that need one, on every rank alike."""
+    kinds = sorted({spec.child for spec in routing.groups} & set(WHOLE_CHILDREN))
+    return {kind: resolve_whole(config, kind) for kind in kinds}
 
 
 def _elementwise(

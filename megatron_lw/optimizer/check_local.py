@@ -36,7 +36,7 @@ def local_problems(
     kinds = {
         "bindings": _bindings(chunks, runtime),
         "bucket states": _bucket_states(chunks),
-        "finite masters and states": _finite(held),
+        "finite masters and states": [*_finite(held), *_finite_owned(runtime)],
         "published weights": _published(chunks, held),
     }
     found = {invariant: list(problems) for invariant, problems in kinds.items()}
@@ -81,6 +81,21 @@ def _finite(held: Sequence[Held]) -> Iterator[str]:
         if not finite:
             index = int(torch.nonzero(~row.isfinite())[0])
             yield f"{key} of {entry.named_at(index)} is {row[index].item()}; load a checkpoint"
+
+
+def _finite_owned(runtime: Runtime) -> Iterator[str]:
+    """The same of states at owners, once a step has made them."""
+    states = [
+        state
+        for child in runtime.children
+        if child.num_steps > 0
+        for state in child.owned_states()
+        if state.tensor.is_floating_point()
+    ]
+    peaks = [torch.linalg.vector_norm(s.tensor, float("inf")).isfinite() for s in states]
+    for state, finite in zip(states, _read(peaks), strict=True):
+        if not finite:
+            yield f"{state.key} of parameter {state.param!r} is not finite; load a checkpoint"
 
 
 def _published(chunks: Sequence[DistributedDataParallel], held: Sequence[Held]) -> Iterator[str]:

@@ -71,6 +71,8 @@ OWN_FIELDS = {
         "on_nonfinite",
         "adam_backend",
         "weight_decay_mode",
+        "whole_optimizer",
+        "whole_settings",
         "muon_coefficients",
         "muon_iteration",
         "muon_dtype",
