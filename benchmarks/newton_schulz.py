@@ -33,7 +33,7 @@ PROMISED_RATIO = {256: 0.80, 512: 0.90, 1024: 0.90}
 PROMISED_GAIN = {("bf16", 32): 4.0, ("bf16", 64): 2.0}
 
 Row = Mapping[str, float]
-Timed = Mapping[str, Callable[[], object]]
+Timed = Mapping[str, tuple[Callable[[], object], Callable[[], object]]]
 
 
 def measure(quick: bool = False) -> dict[str, Row]:
@@ -68,10 +68,10 @@ def _single(name: str, rows: int, columns: int, quick: bool) -> Row:
     x = torch.randn(rows, columns).to(dtype)
     out = torch.empty_like(x)
     workspace = torch.empty(workspace_numel(1, rows, columns), dtype=dtype)
-    times = _medians(
+    times = medians(
         {
-            "bare": _bare_products(newton_schulz, x),
-            "ours": lambda: newton_schulz(x, out=out, workspace=workspace),
+            "bare": (nothing, bare_products(newton_schulz, x)),
+            "ours": (nothing, lambda: newton_schulz(x, out=out, workspace=workspace)),
         },
         rounds=5 if quick else 9,
     )
@@ -95,11 +95,11 @@ def _batch(name: str, batch: int, rows: int, columns: int, quick: bool) -> Row:
     if dtype is torch.bfloat16:
         loops["torch"] = lambda: [_torch_muon(x) for x in xs]
     timed: Timed = {
-        "bare": _bare_products(newton_schulz, stacked),
-        **loops,
-        "ours": lambda: newton_schulz.orthogonalise(xs, outs, workspace),
+        "bare": (nothing, bare_products(newton_schulz, stacked)),
+        **{which: (nothing, call) for which, call in loops.items()},
+        "ours": (nothing, lambda: newton_schulz.orthogonalise(xs, outs, workspace)),
     }
-    times = _medians(timed, rounds=5 if quick else 9)
+    times = medians(timed, rounds=5 if quick else 9)
     for x, out in zip(xs, outs, strict=True):
         if dtype is torch.bfloat16 and not torch.equal(out, _torch_muon(x)):
             raise ArithmeticError(f"{rows} x {columns}: not the bits of torch.optim.Muon")
@@ -119,7 +119,8 @@ def _torch_muon(x: Tensor) -> Tensor:
     return _zeropower_via_newtonschulz(x.clone(), triple, STEPS, eps=1e-7)
 
 
-def _bare_products(newton_schulz: NewtonSchulz, x: Tensor) -> Callable[[], object]:
+def bare_products(newton_schulz: NewtonSchulz, x: Tensor) -> Callable[[], object]:
+    """The products of one call, nothing else, with their outputs preallocated."""
     short = x if x.size(-2) <= x.size(-1) else x.mT
     first = (short / short.norm(dim=(-2, -1), keepdim=True)).contiguous()
     places = (torch.empty_like(first), torch.empty_like(first))
@@ -137,13 +138,23 @@ def _bare_products(newton_schulz: NewtonSchulz, x: Tensor) -> Callable[[], objec
     return run
 
 
-def _medians(functions: Timed, rounds: int) -> dict[str, float]:
-    """Milliseconds of each function, median over alternating rounds after one that warms up."""
-    times: dict[str, list[float]] = {which: [] for which in functions}
+def nothing() -> None:
+    """What comes before a call that needs nothing."""
+
+
+def medians(timed: Timed, rounds: int) -> dict[str, float]:
+    """Milliseconds of each call, median over alternating rounds after one that warms up.
+
+    Args:
+        timed: name -> what comes before, outside the clock, and the call.
+        rounds: how often each is called.
+    """
+    times: dict[str, list[float]] = {which: [] for which in timed}
     for _ in range(rounds + 1):
-        for which, function in functions.items():
+        for which, (before, call) in timed.items():
+            before()
             start = time.process_time()
-            function()
+            call()
             times[which].append((time.process_time() - start) * 1e3)
     return {which: statistics.median(values[1:]) for which, values in times.items()}
 

@@ -263,7 +263,7 @@ def agree_on_groups(routes: Sequence[Route], config: OptimizerConfig, world: Gro
     wanted = config.optimizer
     if wanted in MATRIX_CHILDREN and has_matrix and not any(s.child == wanted for s in specs):
         raise ConfigError(
-            f"optimizer={wanted!r}, but none of the model's matrices is routed to it; use "
+            f"optimizer={wanted!r}, but none of the model's matrices is routed to {wanted}; use "
             "optimizer='adam', or remove the tags and overrides that send them elsewhere"
         )
     return Routing(tuple(routes), tuple(sorted(specs, key=lambda s: natural_key(s.name))))

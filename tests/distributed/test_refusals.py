@@ -163,7 +163,7 @@ def _bad_megatron_tag():
 
 def test_all_matrices_sent_elsewhere():
     tags = {"a_weight": {"embedding": True}}
-    expect_failure_on_all(_tagged, 2, ConfigError, "routed to Muon", tags)
+    expect_failure_on_all(_tagged, 2, ConfigError, "routed to muon", tags)
 
 
 def _tagged(tags):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer.children.coefficients import CoefficientSet
-from megatron_lw.optimizer.children.gram_space import is_long, iterate_in_gram_space
+from megatron_lw.optimizer.children.gram_space import gram_of, is_long, iterate_in_gram_space
 from megatron_lw.optimizer.children.ns_checks import (
     check_equal,
     check_input,
@@ -242,10 +242,14 @@ class NewtonSchulz:
         multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
         last = len(self.coefficients.triples) - 1
         direct = None if out is None else _as_target(out, tall, self.dtype)
-        multiply(x, x.mT, out=gram)
+        in_gram_space = self.iteration == "gram" and is_long(*x.shape[-2:])
+        if in_gram_space:
+            gram_of(x, gram)
+        else:
+            multiply(x, x.mT, out=gram)
         if self.coefficients.row_prescale:
             _prescale_rows(x, gram, update)
-        if self.iteration == "gram" and is_long(*x.shape[-2:]):
+        if in_gram_space:
             x = iterate_in_gram_space(x, gram, self.coefficients.triples, scratch, direct)
             if out is not None and direct is not None:
                 return out
