@@ -37,3 +37,7 @@ class CommunicationError(LayerWiseError, RuntimeError):
 
 class NonFiniteError(LayerWiseError, ArithmeticError):
     """A gradient or master that is not finite; names the parameter and the rank."""
+
+
+class UnsupportedError(LayerWiseError, NotImplementedError):
+    """An operation that a quantised weight does not have; names it, and what to do instead."""

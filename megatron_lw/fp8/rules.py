@@ -81,7 +81,7 @@ def code_values(codes: torch.Tensor) -> torch.Tensor:
 
 
 def fp32_scales(
-    amax: torch.Tensor, *, overflow: float, powers_of_two: bool = False
+    amax: torch.Tensor, *, overflow: float, powers_of_two: bool = False, top: float = E4M3_MAX
 ) -> torch.Tensor:
     """FP32 scales: what values are multiplied with before the cast.
 
@@ -89,11 +89,12 @@ def fp32_scales(
         amax: fp32.
         overflow: the scale where 448 / amax is too large for fp32.
         powers_of_two: round scales down to a power of two.
+        top: the largest number of the format, where it is not E4M3.
 
     Returns:
         fp32 of the same shape; its reciprocal is what is stored.
     """
-    scale = torch.div(torch.full_like(amax, E4M3_MAX), amax)
+    scale = torch.div(torch.full_like(amax, top), amax)
     scale = torch.where(scale.isinf(), overflow, scale)
     scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
     if powers_of_two:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megatron_lw.errors import ConfigError
+from megatron_lw.fp8.kinds import address
 from megatron_lw.groups import Domain, ParallelGroups
 from megatron_lw.optimizer.boxes import BoxPair, stack_boxes, tensor_parallel_boxes
 from megatron_lw.optimizer.names import NameMap, natural_key
@@ -191,7 +192,7 @@ def describe(
                     "tells the chunks and stages apart"
                 )
             seen[id(param)] = name
-            other = places.setdefault(param.data_ptr(), name) if param.numel() else name
+            other = places.setdefault(address(param), name) if param.numel() else name
             if other != name:
                 raise ConfigError(
                     f"parameters {other!r} and {name!r} share storage but are two objects; use one "
