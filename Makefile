@@ -31,9 +31,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest
 
-# 2,000 random parallel runs, half an hour. A printed seed repeats them: make fuzz SEED=...
+# 200 process groups killed while they save, then 2,000 random parallel runs: half an hour. A
+# printed seed repeats them: make fuzz SEED=...
 fuzz: SEED ?= $(shell date +%s)
 fuzz: $(STAMP)
+	rm -rf out/fuzz && mkdir -p out/fuzz
+	$(PY) -m tests.killed_saves out/fuzz --rounds 200 --seed $(SEED)
 	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest tests/properties/test_parallel_properties.py \
 		--hypothesis-seed=$(SEED)
 
