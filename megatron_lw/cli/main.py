@@ -6,16 +6,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_lw.cli import plan
+from megatron_lw.cli import export, inspect, plan, reshard, verify
 from megatron_lw.errors import LayerWiseError
 
-COMMANDS = (plan,)
+COMMANDS = (plan, inspect, verify, export, reshard)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser with all subcommands."""
     parser = argparse.ArgumentParser(
-        prog="megatron-lw", description="Layer-wise distributed optimizer: plan a model."
+        prog="megatron-lw",
+        description="Layer-wise distributed optimizer: plan a model, look after checkpoints.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -67,9 +67,18 @@ def assign_writers(entries: Sequence[Entry], group: Group) -> tuple[Entry, ...]:
 
 def _writer(entry: Entry, gathered: Sequence[Facts]) -> int:
     """Which rank of the group writes; names spread the work over those that hold a copy."""
-    label = _label(entry)
-    holders = [rank for rank, facts in enumerate(gathered) if label in facts]
-    return holders[zlib.crc32(label.encode()) % len(holders)]
+    text = _label(entry)
+    return writer_among([rank for rank, facts in enumerate(gathered) if text in facts], text)
+
+
+def writer_among(holders: Sequence[int], text: str) -> int:
+    """Which of the ranks that hold a copy writes it.
+
+    Args:
+        holders: ranks, ascending.
+        text: what `label` calls it.
+    """
+    return holders[zlib.crc32(text.encode()) % len(holders)]
 
 
 def _facts(entries: Sequence[Entry]) -> dict[str, tuple[object, ...]]:
@@ -84,7 +93,12 @@ def _facts(entries: Sequence[Entry]) -> dict[str, tuple[object, ...]]:
 
 
 def _label(entry: Entry) -> str:
-    return f"{entry.key} at {list(entry.box.start)}"
+    return label(entry.key, entry.box.start)
+
+
+def label(key: str, start: tuple[int, ...]) -> str:
+    """What a part of a tensor is called, the same on all ranks that hold it."""
+    return f"{key} at {list(start)}"
 
 
 def _differences(gathered: Sequence[Facts], group: Group, *, partial: bool) -> list[str]:

@@ -100,6 +100,11 @@ def identity(info: ParamInfo) -> str:
     return info.name if info.tied is None else f"tied/{info.tied}"
 
 
+def bucket_name(domain: str, child: str, first: ParamInfo) -> str:
+    """What a bucket is called, from its first parameter: names do not move, list positions do."""
+    return f"{domain}/{child}/{identity(first)}"
+
+
 def place_of(info: ParamInfo) -> Place:
     """Where this rank's part of a parameter lies in the logical tensor."""
     return Place(
@@ -127,10 +132,10 @@ def _param_record(route: Route, groups: ParallelGroups) -> ParamRecord:
         child=route.child,
         group=route.group.name,
         domain=info.domain,
-        tp_dim=info.tp_dim,
+        tp_dim=info.divisible_dim,
         blocks=info.blocks,
         matrices=info.matrices * info.ep_size,
-        is_stack=info.ep_size > 1,
+        is_stack=info.domain == "expert" and info.matrices * info.ep_size > 1,
         role=info.role,
     )
 
@@ -177,16 +182,23 @@ def _copies(info: ParamInfo, groups: ParallelGroups) -> tuple[Group | None, bool
     """Which ranks hold the same part of a stepped parameter, and whether this one writes it."""
     tensor = groups.domain(info.domain).tensor
     if info.tied is not None and groups.embedding.size > 1:
-        return groups.embedding, groups.embedding.rank == 0 and _first_of(tensor, info)
+        is_first = groups.embedding.rank == 0
+        return groups.embedding, is_first and takes_turn(info, tensor.size, tensor.rank)
     if info.tp_dim is None and tensor.size > 1:
-        return tensor, _first_of(tensor, info)
+        return tensor, takes_turn(info, tensor.size, tensor.rank)
     return None, True
 
 
-def _first_of(tensor: Group, info: ParamInfo) -> bool:
-    """Whether this rank writes for its tensor-parallel group; the writers take turns by name."""
-    whole = info.tp_dim is None and tensor.size > 1
-    return not whole or tensor.rank == zlib.crc32(info.name.encode()) % tensor.size
+def takes_turn(info: ParamInfo, size: int, rank: int) -> bool:
+    """Whether a rank writes for its tensor-parallel group; the writers take turns by name.
+
+    Args:
+        info: a stepped parameter.
+        size: tensor-parallel ranks of its domain.
+        rank: which of them.
+    """
+    whole = info.tp_dim is None and size > 1
+    return not whole or rank == zlib.crc32(info.name.encode()) % size
 
 
 def _row_record(held: Held, routes: Mapping[str, Route], rank: int) -> RowRecord:
@@ -194,7 +206,7 @@ def _row_record(held: Held, routes: Mapping[str, Route], rank: int) -> RowRecord
     infos = [routes[name].info for name in bucket.names]
     content = row_content(bucket.layout, bucket.group.rank, [place_of(info) for info in infos])
     return RowRecord(
-        bucket=f"{held.domain}/{held.kind}/{identity(infos[0])}",
+        bucket=bucket_name(held.domain, held.kind, infos[0]),
         rank=rank,
         length=held.master.row.numel(),
         runs=content.runs,

@@ -206,7 +206,6 @@ class BucketBuffer:
         """
         if discard:
             self.handle.wait()
-            self.failure = None
         else:
             self._expect(GradState.REDUCED, "be stepped")
         self.grad_state = GradState.SPENT
