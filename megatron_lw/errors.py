@@ -41,3 +41,18 @@ class NonFiniteError(LayerWiseError, ArithmeticError):
 
 class UnsupportedError(LayerWiseError, NotImplementedError):
     """An operation that a quantised weight does not have; names it, and what to do instead."""
+
+
+def reworded(error: Exception, text: str) -> LayerWiseError:
+    """An error with another text, of the class of this module that is nearest to that of `error`.
+
+    A class from elsewhere may want other arguments, or be one that cannot be pickled.
+
+    Returns:
+        A new error, caused by `error`; a `StateError` if that is not a `LayerWiseError`.
+    """
+    kinds = (k for k in type(error).__mro__ if k.__module__ == __name__)
+    kind = next((k for k in kinds if issubclass(k, LayerWiseError)), StateError)
+    new = kind(text)
+    new.__cause__ = error
+    return new

@@ -10,7 +10,7 @@ import torch
 
 from megatron_lw.distributed.collectives import all_gather_objects, all_reduce, host_device
 from megatron_lw.distributed.group import Group
-from megatron_lw.errors import CommunicationError, ConfigError, LayerWiseError, StateError
+from megatron_lw.errors import CommunicationError, ConfigError, LayerWiseError, reworded
 
 T = TypeVar("T")
 
@@ -31,24 +31,33 @@ class Kept:
 
         Args:
             where: the bucket or stage, for the message.
+
+        Raises:
+            CommunicationError: a collective failed, also where something else was raised for it.
         """
         try:
             yield
         except CommunicationError:
             raise
         except Exception as error:
-            failure: LayerWiseError
-            if isinstance(error, LayerWiseError):
-                failure = type(error)(f"{where}: {error}")
-            else:
-                failure = StateError(f"{where}: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self.error = self.error or failure
+            known = isinstance(error, LayerWiseError)
+            text = f"{where}: {error}" if known else f"{where}: {type(error).__name__}: {error}"
+            if _hides_communication_error(error):
+                raise CommunicationError(text) from error
+            self.error = self.error or reworded(error, text)
 
     def raise_kept(self) -> None:
         """Raise what was kept, if anything was."""
         if self.error is not None:
             raise self.error
+
+
+def _hides_communication_error(error: BaseException) -> bool:
+    """Whether it was raised because of a `CommunicationError`, or while one was handled."""
+    behind = error.__cause__ or error.__context__
+    return behind is not None and (
+        isinstance(behind, CommunicationError) or _hides_communication_error(behind)
+    )
 
 
 def agree_or_raise(problem: Exception | None, group: Group) -> None:
@@ -58,13 +67,28 @@ def agree_or_raise(problem: Exception | None, group: Group) -> None:
 
     Collective: all-gather of pickled objects over `group`.
 
+    Args:
+        problem: of a class that is made from a text alone.
+        group: the ranks that agree.
+
     Raises:
         Exception: of the type that the failing rank had.
     """
-    problems = all_gather_objects(problem, group)
+    found = first_problem(problem, group)
+    if found is not None:
+        raise found from problem
+
+
+def first_problem(problem: Exception | None, group: Group) -> Exception | None:
+    """What the lowest rank with a problem has, with its rank named; None if none has one.
+
+    Collective: all-gather of pickled objects over `group`.
+    """
+    problems: list[Exception | None] = all_gather_objects(problem, group)
     for rank, found in zip(group.ranks, problems, strict=True):
         if found is not None:
-            raise type(found)(f"[rank {rank}] {found}") from problem
+            return type(found)(f"[rank {rank}] {found}")
+    return None
 
 
 def agree_on_failure(problem: Exception | None, group: Group) -> str | None:
@@ -98,7 +122,7 @@ def attempt(check: Callable[[], T], group: Group) -> T:
     try:
         result = check()
     except LayerWiseError as error:
-        problem = error
+        problem = reworded(error, str(error))
     except Exception as error:
         problem = ConfigError(f"{type(error).__name__}: {error}")
         problem.__cause__ = error

@@ -206,6 +206,7 @@ class BucketBuffer:
         """
         if discard:
             self.handle.wait()
+            self.failure = None
         else:
             self._expect(GradState.REDUCED, "be stepped")
         self.grad_state = GradState.SPENT

@@ -42,6 +42,7 @@ class DistributedDataParallel(nn.Module):
         finalized: whether `finalize_model_grads` has finished the gradients of this step.
         masters_newer: whether the masters have changed since the weights were published.
         broken: why the masters must not be published; None unless a step failed half-way.
+        kept: what failed while the gradients of this step were finished.
 
     Gradients live in one place: `param.main_grad`, a view of the bucket's storage, valid on every
     rank until the reduce and only in this rank's row after it. `param.grad` is None after backward.
@@ -71,8 +72,8 @@ class DistributedDataParallel(nn.Module):
         self._overlapped_reduce: OverlappedReduce | None = None
         self._overlapped_gather: OverlappedGather | None = None
         self._sync = True
-        self._started = self._reduced = False
-        self.finalized = False
+        self._started = self._reduced = self.finalized = False
+        self.kept = Kept()
         self._attached = False
         self._stale = False
         self._holder = Holder()
@@ -145,7 +146,7 @@ class DistributedDataParallel(nn.Module):
         self._hooks = []
         self._buckets, self._publishers = (), ()
         self._overlapped_reduce = self._overlapped_gather = None
-        self._started = self._reduced = self.finalized = False
+        self._forget_reduces()
         self._attached = self._stale = False
 
     def _managed(self) -> set[int]:
@@ -221,31 +222,31 @@ class DistributedDataParallel(nn.Module):
             self._overlapped_reduce.flush()
         self._started = True
 
-    def finish_grad_sync(self, divisor: float | None = None) -> None:
+    def finish_grad_sync(self, divisor: float | None = None, *, keep: bool = False) -> None:
         """Reduce the gradients, if they are not; a second call in one step does nothing.
 
         Args:
-            divisor: what gradients summed over data parallelism are divided by; each bucket's own
-                divisor (the ranks averaged over) if None. What more ranks than those are averaged
-                over still is.
+            divisor: what gradients summed over data parallelism are divided by, instead of by
+                its size; a bucket that is averaged over more ranks is divided by those as well.
+            keep: leave a failure of this rank in `kept` instead of raising it.
 
         Collective: see `start_grad_sync`.
 
         Raises:
             StateError: called within `no_sync`, or the module has no optimizer yet.
+            LayerWiseError: a bucket failed; again at every call of the step.
         """
         self.start_grad_sync()
-        if self._reduced:
-            return
-        kept = Kept()
-        for bucket in self._buckets:
-            further = bucket.divisor / self.groups.dp.size
-            with kept.keeping(bucket.label):
-                reduce.finish_reduce(bucket, None if divisor is None else divisor * further)
-        if self._overlapped_reduce is not None:
-            self._overlapped_reduce.finished()
-        self._reduced = True
-        kept.raise_kept()
+        if not self._reduced:
+            for bucket in self._buckets:
+                further = bucket.divisor / self.groups.dp.size
+                with self.kept.keeping(bucket.label):
+                    reduce.finish_reduce(bucket, None if divisor is None else divisor * further)
+            if self._overlapped_reduce is not None:
+                self._overlapped_reduce.finished()
+            self._reduced = True
+        if not keep:
+            self.kept.raise_kept()
 
     def require_sync(self) -> None:
         """Raise StateError within `no_sync`, or if the module has no optimizer yet."""
@@ -316,9 +317,9 @@ class DistributedDataParallel(nn.Module):
     def reload_masters(self) -> None:
         """Set the masters from the weights, after weights were loaded into the module."""
         self.finish_param_sync()
-        self._stale = False
         for publisher in self._publishers:
             publisher.master.seed()
+        self._stale = False
 
     def adopt_masters(self) -> None:
         """Take the masters, which were loaded, as newest; to be published next."""
@@ -355,6 +356,7 @@ class DistributedDataParallel(nn.Module):
 
     def _forget_reduces(self) -> None:
         self._started = self._reduced = self.finalized = False
+        self.kept = Kept()
         if self._overlapped_reduce is not None:
             self._overlapped_reduce.reset()
 

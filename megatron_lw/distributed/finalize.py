@@ -29,7 +29,8 @@ def finalize_model_grads(
 ) -> None:
     """Finish the gradients of a step; the signature is that of Megatron's hook of this name.
 
-    `optimizer.step` calls it if nobody has. A second call in one step does nothing.
+    `optimizer.step` calls it if nobody has. A second call in one step does nothing, but raises
+    again what the first has raised.
 
     Args:
         model: the wrapped chunks.
@@ -45,34 +46,49 @@ def finalize_model_grads(
 
     Raises:
         ConfigError: a chunk is not wrapped, or `force_all_reduce` is asked for.
+        LayerWiseError: something failed on this rank; after all collectives, for which the others
+            wait. `optimizer.step` then raises on every rank.
     """
     if force_all_reduce:
         raise ConfigError("force_all_reduce=True: gradients are reduced into rows; leave it False")
     chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     if len(chunks) != len(model):
         raise ConfigError("finalize_model_grads takes chunks wrapped in DistributedDataParallel")
-    if all(chunk.finalized for chunk in chunks):
-        return
-    groups = chunks[0].groups if pg_collection is None else pg_collection
+    if not all(chunk.finalized for chunk in chunks):
+        _finalize(chunks, num_tokens, pg_collection or chunks[0].groups)
+    kept = Kept()
+    for number, chunk in enumerate(chunks):
+        with kept.keeping(f"chunk {number}"):
+            chunk.kept.raise_kept()
+    kept.raise_kept()
+
+
+def _finalize(
+    chunks: Sequence[DistributedDataParallel],
+    num_tokens: torch.Tensor | None,
+    groups: ParallelGroups,
+) -> None:
+    """Make all collectives; what fails on this rank is kept in its chunk."""
     # First, since backward may have started more of them on one rank than on another, and the
     # calls of a group must come in one order.
     for chunk in chunks:
         chunk.start_grad_sync()
-    divisor = None if num_tokens is None else _all_tokens(num_tokens, groups)
-    kept = Kept()
-    for number, chunk in enumerate(chunks):
-        with kept.keeping(f"chunk {number}"):
-            chunk.finish_grad_sync(divisor)
+    divisor = None
+    if num_tokens is not None:
+        divisor = _all_tokens(num_tokens, groups, chunks[0].kept)
+    for chunk in chunks:
+        chunk.finish_grad_sync(divisor, keep=True)
     for chunk in chunks:
         _sum_over_tensor_parallel(chunk, groups.tp)
         _sum_over_stages(chunk, groups.embedding)
         chunk.finalized = True
-    kept.raise_kept()
 
 
-def _all_tokens(num_tokens: torch.Tensor, groups: ParallelGroups) -> float:
+def _all_tokens(num_tokens: torch.Tensor, groups: ParallelGroups, kept: Kept) -> float:
     """Tokens of all data-parallel ranks, as the last pipeline stage counts them; at least 1."""
-    total = num_tokens.detach().clone().to(torch.int64).reshape(1)
+    total = torch.zeros(1, dtype=torch.int64, device=collectives.host_device(groups.grad_stats))
+    with kept.keeping("num_tokens"):
+        total.copy_(num_tokens.detach().reshape(1))
     collectives.broadcast(total, groups.pp, source=groups.pp.size - 1)
     collectives.all_reduce(total, groups.dp, label="number of tokens")
     return float(max(1, int(total)))
@@ -88,10 +104,13 @@ def _sum_over_tensor_parallel(chunk: DistributedDataParallel, group: Group) -> N
     for bucket in chunk.buckets:
         parts = bucket.sequence_parallel_grads()
         if parts:
-            together = torch.cat(parts)
+            sizes = [part.numel() for part in parts]
+            together = bucket.grad_row[: sum(sizes)]  # travels if `cat` fails: others wait for it
+            with chunk.kept.keeping(bucket.label):
+                together = torch.cat(parts)
             collectives.all_reduce(together, group, label=f"sequence-parallel, {bucket.label}")
-            sums = together.split([part.numel() for part in parts])
-            torch._foreach_copy_(parts, sums)
+            with chunk.kept.keeping(bucket.label):
+                torch._foreach_copy_(parts, together.split(sizes))
 
 
 def _sum_over_stages(chunk: DistributedDataParallel, group: Group) -> None:

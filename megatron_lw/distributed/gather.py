@@ -110,8 +110,9 @@ class Publisher:
 
         Collective: all-gather over the bucket's reduce group; returns before it is done.
         """
-        self.wait_and_land()
+        self.handle.wait()
         try:
+            self.wait_and_land()
             self.wire.stage(self.master.row)
         finally:  # other ranks wait for it
             self.bucket.weight_state = WeightState.GATHERING

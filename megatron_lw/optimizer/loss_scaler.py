@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
+from megatron_lw.config import OptimizerConfig
 from megatron_lw.errors import CheckpointError, ConfigError, StateError
 
 State = dict[str, str | int | float]
@@ -285,6 +286,18 @@ def make_scaler(
         window=int(loss_scale_window),
         hysteresis=hysteresis,
         max_consecutive_skips=max_consecutive_skips,
+    )
+
+
+def scaler_of(config: OptimizerConfig) -> LossScaler:
+    """The scaler of a run's settings; see `make_scaler`."""
+    return make_scaler(
+        fp16=config.fp16,
+        loss_scale=config.loss_scale,
+        initial_loss_scale=config.initial_loss_scale,
+        min_loss_scale=config.min_loss_scale,
+        loss_scale_window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
     )
 
 

@@ -106,7 +106,7 @@ def check_settings(groups: Sequence[ParamGroup]) -> None:
 def fingerprint(groups: Sequence[ParamGroup]) -> int:
     """A number below 2**16 that differs where the settings of a step differ."""
     values = [
-        (group["name"], [repr(group[name]) for name in CHILD_SETTINGS[group["optimizer"]]])
+        (group["name"], [repr(group.get(name)) for name in CHILD_SETTINGS[group["optimizer"]]])
         for group in groups
     ]
     return zlib.crc32(repr(values).encode()) >> (32 - FINGERPRINT_BITS)

@@ -142,13 +142,13 @@ def measure(
     total[4] = kept.error is not None
     all_reduce(total, group, label="gradient statistics")
     squares, zeros, first, second, failures = total.tolist()
+    nonfinite: tuple[str, ...] = ()
+    if not failures and not (_SMALL_SUM_OF_SQUARES < squares < math.inf):
+        squares, failures = _careful_sum_of_squares(runs, group, device, kept)
+        if not failures and not math.isfinite(squares):
+            nonfinite, failures = _name_nonfinite(runs, group, kept)
     if failures:
         return GradStats(norm=math.nan, zeros=None, failed=True)
-    nonfinite: tuple[str, ...] = ()
-    if not (_SMALL_SUM_OF_SQUARES < squares < math.inf):
-        squares = _careful_sum_of_squares(runs, group, device)
-        if not math.isfinite(squares):
-            nonfinite = _name_nonfinite(runs, group)
     return GradStats(
         norm=math.sqrt(squares),
         zeros=int(zeros) if count_zeros else None,
@@ -185,25 +185,33 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
 
 
 def _careful_sum_of_squares(
-    runs: Sequence[CountedRun], group: Group, device: torch.device
-) -> float:
-    total = torch.zeros(1, dtype=torch.float64, device=device)
+    runs: Sequence[CountedRun], group: Group, device: torch.device, kept: Kept
+) -> tuple[float, float]:
+    """Sum of squares in fp64, and on how many ranks that failed."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)
     for run in runs:
-        total += torch.linalg.vector_norm(run.grads, dtype=torch.float64).square_() * run.counts
+        with kept.keeping(f"statistics of {run.bucket.label}"):
+            norm = torch.linalg.vector_norm(run.grads, dtype=torch.float64)
+            total[0] += norm.square_() * run.counts
+    total[1] = kept.error is not None
     all_reduce(total, group, label="gradient statistics in fp64")
-    return float(total)
+    return float(total[0]), float(total[1])
 
 
-def _name_nonfinite(runs: Sequence[CountedRun], group: Group) -> tuple[str, ...]:
-    mine = [
-        name
-        for run in runs
-        for name, start, stop in run.slots
-        if not torch.isfinite(run.bucket.grad_row[start:stop]).all()
-    ]
-    found = all_gather_objects(list(dict.fromkeys(mine)), group)
-    return tuple(
+def _name_nonfinite(
+    runs: Sequence[CountedRun], group: Group, kept: Kept
+) -> tuple[tuple[str, ...], int]:
+    """Parameters and ranks, and on how many ranks looking for them failed."""
+    mine: dict[str, None] = {}
+    for run in runs:
+        with kept.keeping(f"statistics of {run.bucket.label}"):
+            for name, start, stop in run.slots:
+                if not torch.isfinite(run.bucket.grad_row[start:stop]).all():
+                    mine[name] = None
+    found = all_gather_objects((list(mine), kept.error is not None), group)
+    named = tuple(
         f"{name} (in the row of rank {rank})"
-        for rank, names in zip(group.ranks, found, strict=True)
+        for rank, (names, _) in zip(group.ranks, found, strict=True)
         for name in names
     )
+    return named, sum(failed for _, failed in found)

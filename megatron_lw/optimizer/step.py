@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_lw.config import OptimizerConfig
-from megatron_lw.distributed.agreement import Kept, agree_on_failure, agree_or_raise, attempt
+from megatron_lw.distributed.agreement import Kept, agree_on_failure, attempt, first_problem
 from megatron_lw.distributed.buffers import GradState
 from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.distributed.finalize import finalize_model_grads
@@ -19,11 +19,12 @@ from megatron_lw.errors import (
     NonFiniteError,
     PlanMismatchError,
     StateError,
+    reworded,
 )
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer import stats
 from megatron_lw.optimizer.check import check_optimizer
-from megatron_lw.optimizer.loss_scaler import make_scaler
+from megatron_lw.optimizer.loss_scaler import scaler_of
 from megatron_lw.optimizer.param_groups import (
     check_settings,
     explicit_group,
@@ -67,14 +68,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         self._explicit: list[ExplicitGroup] = []
         self._runtime = rebuild(())
         self._watch = Stopwatch(self._runtime.device)
-        self.loss_scaler = make_scaler(
-            fp16=config.fp16,
-            loss_scale=config.loss_scale,
-            initial_loss_scale=config.initial_loss_scale,
-            min_loss_scale=config.min_loss_scale,
-            loss_scale_window=config.loss_scale_window,
-            hysteresis=config.hysteresis,
-        )
+        self.loss_scaler = scaler_of(config)
         self.saver: Any = None  # what saves beside training, see dist_checkpointing
         self._broken: str | None = None
         self._stepped = False
@@ -113,17 +107,12 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             chunk.require_sync()
         self._watch.reset()
         kept = Kept()
-        with kept.keeping("before the step"):
-            self._require_ready()
-        with self._stage("reduce"), kept.keeping("stage 'reduce'"):
-            finalize_model_grads(self.model_chunks, pg_collection=self.groups)
+        with self._stage("reduce"):
+            self._reduce(kept)
         with self._stage("stats"):
             measured = self._measure(kept)
         if measured.failed:
             self._give_up(kept)
-        with kept.keeping("stage 'stats'"):
-            for chunk in self.model_chunks:
-                chunk.spend_gradients()
         norm = measured.norm * self.loss_scaler.inverse_scale
         if not self._accept(measured, norm):
             return False, norm if measured.finite else None, measured.zeros
@@ -134,10 +123,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         with self._stage("agree"):
             self._agree_on(kept.error)
         with self._stage("publish"):
-            for chunk in self.model_chunks:
-                chunk.masters_newer = True
-            for chunk in self.model_chunks:
-                chunk.publish()
+            self._publish(kept)
         return True, norm, measured.zeros
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -188,8 +174,8 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             self._stepped = self._stepped or stepped
             for chunk in self.model_chunks:
                 chunk.adopt_masters()
+            self._publish(Kept())
             for chunk in self.model_chunks:
-                chunk.publish()
                 chunk.finish_param_sync()
         except BaseException as error:
             self._break(f"loading {what} failed: {type(error).__name__}: {error}")
@@ -244,6 +230,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         if not self._built:
             super().add_param_group(param_group)
             return
+        self._require_working()
         added = attempt(lambda: self._explicit_group(param_group), self.groups.world)
         self._runtime = self._rebuild([*self._explicit, added])
         self._explicit.append(added)
@@ -257,6 +244,15 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         """Refused, see `state_dict`."""
         raise StateError("load_state_dict() cannot restore sharded state; load sharded checkpoints")
 
+    def _reduce(self, kept: Kept) -> None:
+        """Check what may differ between ranks, reduce, and mark the gradients as used."""
+        with kept.keeping("before the step"):
+            self._require_ready()
+        with kept.keeping("stage 'reduce'"):
+            finalize_model_grads(self.model_chunks, pg_collection=self.groups)
+            for chunk in self.model_chunks:
+                chunk.spend_gradients()
+
     def _measure(self, kept: Kept) -> stats.GradStats:
         return stats.measure(
             self._runtime.counted,
@@ -269,12 +265,13 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
 
     def _give_up(self, kept: Kept) -> None:
         """Raise on every rank what failed on any before something was written."""
-        for chunk in self.model_chunks:
-            chunk.spend_gradients(discard=True)
-        error = kept.error
-        if error is not None:
-            error = type(error)(f"{error}; nothing was updated: mend it, repeat from zero_grad()")
-        agree_or_raise(error, self.groups.control)
+        with self._stage("stats"):
+            for chunk in self.model_chunks:
+                chunk.spend_gradients(discard=True)
+            found = first_problem(kept.error, self.groups.control)
+        if found is not None:
+            text = f"{found}; nothing was updated: mend it, repeat from zero_grad()"
+            raise reworded(found, text) from kept.error
 
     def _accept(self, measured: stats.GradStats, norm: float) -> bool:
         """Whether to update; the same answer on every rank, as the statistics are the same.
@@ -311,10 +308,17 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             with self._stage(child.name), kept.keeping(f"stage {child.name!r}"):
                 child.step(groups)
 
+    def _publish(self, kept: Kept) -> None:
+        """Publish all chunks; other ranks wait for those after one that fails."""
+        for number, chunk in enumerate(self.model_chunks):
+            chunk.masters_newer = True
+            with kept.keeping(f"chunk {number}"):
+                chunk.publish()
+        kept.raise_kept()
+
     def _agree_on(self, failure: Exception | None) -> None:
         """A child that failed on one rank stops every rank, before anything is published."""
-        found = agree_on_failure(failure, self.groups.control)
-        if found is not None:
+        if (found := agree_on_failure(failure, self.groups.control)) is not None:
             self._break(found)
             raise StateError(f"the step failed half-way: {found}; {_REMEDY}") from failure
 
@@ -343,7 +347,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
                 if self._broken is not None:
                     raise
                 self._break(f"stage {name!r}: {error}")
-                raise type(error)(f"{self._broken}; {_REMEDY}") from error
+                raise reworded(error, f"{self._broken}; {_REMEDY}") from error
             except BaseException as error:
                 self._break(f"stage {name!r}: {type(error).__name__}: {error}")
                 raise

@@ -90,7 +90,7 @@ def test_a_rank_that_cannot_publish_stops_and_the_others_notice_at_the_next_step
     for rank, outcome in enumerate(run_ranks(fault_cases.failed_publish, RANKS)):
         if rank == FAULTY:
             assert re.match(
-                r"StateError: stage 'publish': bucket of '\w+': MemoryErr", outcome.error
+                r"StateError: stage 'publish': chunk 0: bucket of '\w+': MemoryErr", outcome.error
             )
             is_broken(outcome)
         else:

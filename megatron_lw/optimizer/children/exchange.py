@@ -159,15 +159,19 @@ class RowExchange:
         self._returned = Wire(buffers.inner, [run for _, run in arriving], rows)
         self._landed = Wire(buffers.outer, [run for _, run in leaving], rows)
 
+    def pack_out(self) -> None:
+        """Put what `start_out` sends into the buffer."""
+        if self._active:
+            self._sent.pack()
+
     def start_out(self, label: str) -> Handle:
-        """Send this row's pieces to their owners' rows.
+        """Send this row's pieces, as packed, to their owners' rows.
 
         Collective: all-to-all over the reduce group, on every rank, if the bucket is active;
         returns before it is done.
         """
         if not self._active:
             return Handle()
-        self._sent.pack()
         return _swap(self._received, self._sent, self._group, f"exchange, {label}")
 
     def finish_out(self) -> None:
@@ -175,15 +179,19 @@ class RowExchange:
         self._received.unpack()
         copy_all(self._kept_in_local, self._kept_in_row)
 
+    def pack_back(self) -> None:
+        """Put what `start_back` sends into the buffer; this row's own pieces are there at once."""
+        if self._active:
+            copy_all(self._kept_in_row, self._kept_in_local)
+            self._returned.pack()
+
     def start_back(self, label: str) -> Handle:
-        """Send the updates in `local` back to the rows; this row's own pieces are there at once.
+        """Send the updates in `local`, as packed, back to the rows.
 
         Collective: as `start_out`.
         """
         if not self._active:
             return Handle()
-        copy_all(self._kept_in_row, self._kept_in_local)
-        self._returned.pack()
         return _swap(self._landed, self._returned, self._group, f"return of updates, {label}")
 
     def finish_back(self) -> None:
@@ -251,15 +259,19 @@ class TensorExchange:
         self._returned = Wire(buffers.inner, back_returned, group.size)
         self._landed = Wire(buffers.outer, back_landed, group.size)
 
+    def pack_out(self) -> None:
+        """Put what `start_out` sends into the buffer."""
+        if self._active:
+            self._sent.pack()
+
     def start_out(self, label: str) -> Handle:
-        """Send this rank's shards to their owners.
+        """Send this rank's shards, as packed, to their owners.
 
         Collective: all-to-all over the tensor-parallel group, on every rank, if it has more than
         one; returns before it is done.
         """
         if not self._active:
             return Handle()
-        self._sent.pack()
         return _swap(self._received, self._sent, self._group, f"exchange of shards, {label}")
 
     def finish_out(self) -> None:
@@ -268,18 +280,23 @@ class TensorExchange:
         copy_all(*_columns(self._own_shards))
         copy_all(*_columns(self._ordering))
 
-    def start_back(self, label: str) -> Handle:
-        """Send the updates in `matrices` to the other tensor-parallel ranks.
-
-        Collective: as `start_out`.
-        """
+    def pack_back(self) -> None:
+        """Put what `start_back` sends into the buffer, and this rank's shards into `local`."""
         if not self._active:
-            return Handle()
+            return
         wholes, shards = _columns(self._ordering)
         copy_all(shards, wholes)
         own_shards, local = _columns(self._own_shards)
         copy_all(local, own_shards)
         self._returned.pack()
+
+    def start_back(self, label: str) -> Handle:
+        """Send the updates in `matrices`, as packed, to the other tensor-parallel ranks.
+
+        Collective: as `start_out`.
+        """
+        if not self._active:
+            return Handle()
         return _swap(self._landed, self._returned, self._group, f"return of shards, {label}")
 
     def finish_back(self) -> None:

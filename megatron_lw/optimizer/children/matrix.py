@@ -18,12 +18,13 @@ exchange dtype whether or not it travelled, so cutting changes no number.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
-from megatron_lw.errors import CommunicationError, StateError
+from megatron_lw.distributed.agreement import Kept
+from megatron_lw.errors import StateError
 from megatron_lw.groups import DomainGroups
 from megatron_lw.optimizer.children.base import (
     ParamGroup,
@@ -92,7 +93,7 @@ class MatrixChild(RowsOnly, ABC):
     ) -> None:
         self.num_steps = 0
         self.num_orthogonalised = 0
-        self._failure: StateError | None = None
+        self._kept = Kept()
         self._newton_schulz = newton_schulz
         self._pad = pad
         middle: list[Part] = [self._gather, self._compute, self._scatter]
@@ -192,19 +193,18 @@ class MatrixChild(RowsOnly, ABC):
         with tensor parallelism two over the tensor-parallel group, on every rank in the same order.
 
         Raises:
-            StateError: a computation failed; after all exchanges of the step, for which the other
-                ranks wait.
+            LayerWiseError: a computation failed; after all exchanges of the step, for which the
+                other ranks wait.
         """
         self.num_steps += 1
         self.num_orthogonalised = 0
-        self._failure = None
+        self._kept = Kept()
         for tick in range(len(self._buckets) + len(self._stages) - 1):
             for delay, parts in enumerate(self._stages):
                 if 0 <= tick - delay < len(self._buckets):
                     for part in parts:
                         part(self._buckets[tick - delay], groups)
-        if self._failure is not None:
-            raise self._failure
+        self._kept.raise_kept()
 
     def state_rows(self, bucket: int) -> Mapping[str, torch.Tensor]:
         """See `Child.state_rows`."""
@@ -239,48 +239,46 @@ class MatrixChild(RowsOnly, ABC):
                 run, group = slice(part.start, part.stop), groups[part.group]
                 [grad] = with_l2([grads[run]], [weights[run]], group)
                 self.update_momentum(bucket.momentum[run], grad, bucket.row[run], group)
+            bucket.rows.pack_out()
         bucket.handle = bucket.rows.start_out(bucket.label)
 
     def _gather(self, bucket: MatrixBucket, groups: Mapping[str, ParamGroup]) -> None:
         bucket.handle.wait()
-        bucket.rows.finish_out()
+        with self._guarded(bucket):
+            bucket.rows.finish_out()
+            bucket.tensor.pack_out()
         bucket.handle = bucket.tensor.start_out(bucket.label)
 
     def _compute(self, bucket: MatrixBucket, groups: Mapping[str, ParamGroup]) -> None:
         bucket.handle.wait()
-        bucket.tensor.finish_out()
         with self._guarded(bucket):
+            bucket.tensor.finish_out()
             for matrices in bucket.owned:
                 alike = all(x.shape == matrices[0].shape for x in matrices)
                 engine = self._newton_schulz
                 orthogonalise = engine.orthogonalise if alike else engine.orthogonalise_padded
                 orthogonalise(matrices, matrices, self._workspace)
                 self.num_orthogonalised += len(matrices)
+            bucket.tensor.pack_back()
         bucket.handle = bucket.tensor.start_back(bucket.label)
 
     def _scatter(self, bucket: MatrixBucket, groups: Mapping[str, ParamGroup]) -> None:
         bucket.handle.wait()
-        bucket.tensor.finish_back()
+        with self._guarded(bucket):
+            bucket.tensor.finish_back()
+            bucket.rows.pack_back()
         bucket.handle = bucket.rows.start_back(bucket.label)
 
     def _apply(self, bucket: MatrixBucket, groups: Mapping[str, ParamGroup]) -> None:
         bucket.handle.wait()
-        bucket.rows.finish_back()
         with self._guarded(bucket):
+            bucket.rows.finish_back()
             for part in bucket.parts:
                 group = groups[part.group]
                 step = -float(group["lr"]) * self.scale(part.shape, group)
                 shrink(part.weights, part.updates, group)
                 torch._foreach_add_(part.weights, part.updates, alpha=step)
 
-    @contextmanager
-    def _guarded(self, bucket: MatrixBucket) -> Iterator[None]:
+    def _guarded(self, bucket: MatrixBucket) -> AbstractContextManager[None]:
         """Keep the first failure for the end of the step: other ranks wait for our exchanges."""
-        try:
-            yield
-        except CommunicationError:
-            raise
-        except Exception as error:
-            failure = StateError(f"{bucket.label}: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._failure = self._failure or failure
+        return self._kept.keeping(bucket.label)
