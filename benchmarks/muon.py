@@ -44,6 +44,8 @@ PROMISED_PRODUCTS = {256: 0.80, 512: 0.90, 768: 0.90}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "muon": {"optimizer": "muon"},
     "muon, cautious decay": {"optimizer": "muon", "weight_decay_mode": "cautious"},
+    "normuon": {"optimizer": "normuon"},
+    "adamuon": {"optimizer": "adamuon"},
     "adam": {"optimizer": "adam"},
     "lion": {"optimizer": "lion"},
     "sgd": {"optimizer": "sgd"},

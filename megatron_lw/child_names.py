@@ -4,7 +4,7 @@ from __future__ import annotations
 
 ELEMENTWISE_CHILDREN = ("adam", "lion", "sgd")
 """Children that see flat slices of rows."""
-MUON_CHILDREN = ("muon",)
+MUON_CHILDREN = ("muon", "normuon", "adamuon", "adaptive_muon")
 """Children that orthogonalise whole matrices."""
 WHOLE_CHILDREN = ("whole", "soap")
 """Children that hand whole parameters to an optimizer of torch's kind."""

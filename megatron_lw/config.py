@@ -85,8 +85,9 @@ class OptimizerConfig:
     """dtype of Adam's second moment; fp32 only."""
 
     optimizer: str = "adam"
-    """Child that steps the matrices: 'adam', 'lion' and 'sgd' step everything; 'muon', 'whole' (the
-    class that `whole_optimizer` names) and 'soap' leave the rest to `muon_scalar_optimizer`.
+    """Child that steps the matrices. 'adam', 'lion' and 'sgd' step everything; 'muon' and its
+    variants 'normuon', 'adamuon' and 'adaptive_muon', 'whole' (the class that `whole_optimizer`
+    names) and 'soap' leave the rest to `muon_scalar_optimizer`.
 
     'dist_muon' is an older name of 'muon': it is warned about and reads back as 'muon'.
     """
@@ -164,11 +165,13 @@ class OptimizerConfig:
     soap_use_kl_shampoo: bool = True
     """Whether SOAP's averages are those of KL-Shampoo."""
     adaptive_muon_moment2_method: str = "adamuon"
-    """No effect: 'adaptive_muon' is refused."""
+    """Second moment of 'adaptive_muon': 'adamuon' (of each element) or 'normuon' (of means over the
+    longer side).
+    """
     adaptive_muon_beta2: float = 0.95
-    """No effect: 'adaptive_muon' is refused."""
+    """Decay rate of the second moment of Muon's variants, in [0, 1)."""
     adaptive_muon_eps: float = 1e-8
-    """No effect: 'adaptive_muon' is refused."""
+    """Added to the root of that moment ('normuon' of 'adaptive_muon': its smallest value); > 0."""
 
     # Distribution
     use_distributed_optimizer: bool = False

@@ -27,8 +27,6 @@ from megatron_lw.field_status import (
 _STATE_DTYPE = "masters, gradients of the masters and optimizer states are fp32"
 _KEEP_FP32 = "leave it at torch.float32"
 _OFFLOAD = "read only with optimizer_cpu_offload, which is refused"
-_CHOOSE = "choose 'adam' or 'muon'"
-_OTHER_OPTIMIZER = "read only by an optimizer that is refused"
 _OWNER = "every matrix is orthogonalised whole by its owner: drop the setting or pass 'owner'"
 
 
@@ -86,9 +84,6 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         "optimizer": honoured(
             one_of(*CHILDREN, "dist_muon"),
             "the child that steps the matrices; 'dist_muon' is an older name of 'muon'",
-            refuses={
-                "adaptive_muon": f"'adaptive_muon' is not supported yet; {_CHOOSE}",
-            },
         ),
         "loss_scale": honoured(
             number(0, open_low=True, optional=True), "a constant loss scale; None: a dynamic one"
@@ -141,9 +136,13 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
             "SOAP of emerging-optimizers 0.3.0 has a basis at every step", warn=True
         ),
         "soap_use_kl_shampoo": honoured(flag(), "whether SOAP's averages are KL-Shampoo's"),
-        "adaptive_muon_moment2_method": no_effect(_OTHER_OPTIMIZER),
-        "adaptive_muon_beta2": no_effect(_OTHER_OPTIMIZER),
-        "adaptive_muon_eps": no_effect(_OTHER_OPTIMIZER),
+        "adaptive_muon_moment2_method": honoured(
+            one_of("adamuon", "normuon"),
+            "second moment of 'adaptive_muon'",
+            refuses={"namo": "'namo' is not supported yet; choose 'adamuon' or 'normuon'"},
+        ),
+        "adaptive_muon_beta2": honoured(number(0, 1), "its decay rate, also of other variants"),
+        "adaptive_muon_eps": honoured(number(0, open_low=True), "keeps its root away from zero"),
         "use_distributed_optimizer": no_effect("state is always spread over data-parallel ranks"),
         "use_layer_wise_distributed_optimizer": no_effect("the optimizer is always layer-wise"),
         "overlap_param_gather": honoured(

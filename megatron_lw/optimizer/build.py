@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,6 +30,7 @@ from megatron_lw.optimizer.children.lion import LionChild
 from megatron_lw.optimizer.children.muon import Muon
 from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
 from megatron_lw.optimizer.children.sgd import SGDChild
+from megatron_lw.optimizer.children.variants import AdaMuon, AdaptiveMuon, NorMuon
 from megatron_lw.optimizer.children.whole import WholeChild
 from megatron_lw.optimizer.children.whole_optimizers import WholeFactory, resolve_whole
 from megatron_lw.optimizer.describe import DescribedModel, describe, logical_numel
@@ -243,8 +246,7 @@ def _children(
             if kind in WHOLE_CHILDREN:
                 children.append(WholeChild(kind, *places, factories[kind]))
                 continue
-            pad = config.muon_pad_batches
-            children.append(Muon(*places, _newton_schulz(config), pad=pad))
+            children.append(_muon(kind, config, *places))
     return tuple(children)
 
 
@@ -260,6 +262,14 @@ def _elementwise(
     if kind == "adam":
         return AdamChild(rows, routing.group_of, backend)
     return (LionChild if kind == "lion" else SGDChild)(rows, routing.group_of)
+
+
+def _muon(kind: str, config: OptimizerConfig, *places: Any) -> Child:
+    """Muon or one of its variants; `places` are the arguments that they share."""
+    make: Callable[..., Child] = {"normuon": NorMuon, "adamuon": AdaMuon}.get(kind, Muon)
+    if kind == "adaptive_muon":
+        make = partial(AdaptiveMuon, config.adaptive_muon_moment2_method)
+    return make(*places, _newton_schulz(config), pad=config.muon_pad_batches)
 
 
 def _newton_schulz(config: OptimizerConfig) -> NewtonSchulz:

@@ -29,17 +29,21 @@ def child_settings(config: OptimizerConfig, child: str) -> ParamGroup:
     if child == "sgd":
         return {**common, "momentum": config.sgd_momentum}
     if child in MUON_CHILDREN:
-        return {**common, **_muon_settings(config)}
+        return {**common, **_muon_settings(config, child)}
     return common
 
 
-def _muon_settings(config: OptimizerConfig) -> ParamGroup:
-    return {
+def _muon_settings(config: OptimizerConfig, child: str) -> ParamGroup:
+    settings: ParamGroup = {
         "momentum": config.muon_momentum,
         "nesterov": config.muon_nesterov,
-        "scale_mode": config.muon_scale_mode,
         "extra_scale_factor": config.muon_extra_scale_factor,
     }
+    if child != "adamuon":
+        settings["scale_mode"] = config.muon_scale_mode
+    if child != "muon":
+        settings |= {"beta2": config.adaptive_muon_beta2, "eps": config.adaptive_muon_eps}
+    return settings
 
 
 def _is_size(value: float) -> bool:
@@ -63,13 +67,16 @@ _COMMON: Mapping[str, Setting] = {
     "weight_decay": _SIZE,
     "weight_decay_mode": (lambda value: value in DECAY_MODES, f"one of {', '.join(DECAY_MODES)}"),
 }
-_MUON: Mapping[str, Setting] = {
+_MOMENTUM: Mapping[str, Setting] = {
     **_COMMON,
     "momentum": _RATE,
     "nesterov": (lambda value: isinstance(value, bool), "True or False"),
-    "scale_mode": (lambda value: value in SCALE_MODES, f"one of {', '.join(SCALE_MODES)}"),
     "extra_scale_factor": _SIZE,
 }
+_SCALED: Mapping[str, Setting] = {
+    "scale_mode": (lambda value: value in SCALE_MODES, f"one of {', '.join(SCALE_MODES)}"),
+}
+_SECOND_MOMENT: Mapping[str, Setting] = {"beta2": _RATE, "eps": _ABOVE_ZERO}
 _WHOLE: Mapping[str, Setting] = {"lr": _SIZE, "weight_decay": _SIZE}
 
 CHILD_SETTINGS: Mapping[str, Mapping[str, Setting]] = MappingProxyType(
@@ -77,7 +84,10 @@ CHILD_SETTINGS: Mapping[str, Mapping[str, Setting]] = MappingProxyType(
         "adam": {**_COMMON, "betas": _RATES, "eps": _ABOVE_ZERO},
         "lion": {**_COMMON, "betas": _RATES},
         "sgd": {**_COMMON, "momentum": _RATE},
-        **{child: _MUON for child in MUON_CHILDREN},
+        "muon": {**_MOMENTUM, **_SCALED},
+        "normuon": {**_MOMENTUM, **_SCALED, **_SECOND_MOMENT},
+        "adamuon": {**_MOMENTUM, **_SECOND_MOMENT},
+        "adaptive_muon": {**_MOMENTUM, **_SCALED, **_SECOND_MOMENT},
         **{child: _WHOLE for child in WHOLE_CHILDREN},
     }
 )

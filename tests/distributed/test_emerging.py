@@ -107,6 +107,35 @@ def test_state_of_soap_goes_to_other_owners():
                     assert torch.equal(run["weights"][name], want), name
 
 
+@pytest.mark.parametrize("method", ["adamuon", "normuon"])
+def test_adaptive_muon_equals_theirs(method):
+    """Class numerical, fp32: the arithmetic is that of Megatron's `adaptive_muon`."""
+    uncompiled()
+    from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
+
+    config = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": method,
+              "muon_fp32_matmul_prec": "highest"}  # fmt: skip
+    expected = on_one_process(
+        lambda params: AdaptiveMuon(
+            params, lr=0.02, momentum=0.95, weight_decay=0.1, moment2_method=method,
+            fp32_matmul_prec="highest", beta2=0.95,
+        ), 2,
+    )  # fmt: skip
+    start = initial_values(SHAPES)
+    for run in run_ranks(weights_of, 2, config):
+        for name, want in expected.items():
+            assert relative(run[name] - start[name], want - start[name]) < 2e-3, name
+
+
+def weights_of(config):
+    ddp, optimizer = build(SHAPES, {**CONFIG, **config}, bucket_size=800)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(integer_grads(SHAPES, ddp.groups.dp.rank, step)).backward()
+        optimizer.step()
+    return {n: p.detach().clone() for n, p in ddp.module.named_parameters()}
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_a_name_of_the_registry(name):
     """Class bitwise."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import megatron_lw
+from megatron_lw import dist_checkpointing
 from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer.children.whole import WholeChild
 from tests.distributed.cases import build, initial_values, integer_grads, mean_grads
@@ -215,6 +216,34 @@ def test_state_goes_to_other_owners(choice, used_before):
             for name, want in halves[0][1].items():
                 if len(ALL[name]) > 1:
                     assert torch.equal(run[name], want), name
+
+
+def written(folder):
+    ddp, optimizer = build(ALL, config_of("nadam"), bucket_size=1500,
+                           tags={"g_experts": {"matrices": 4}})  # fmt: skip
+    trained(optimizer, ddp, ALL, 0, 2)
+    dist_checkpointing.save(folder, ddp, optimizer, step=2)
+    return trained(optimizer, ddp, ALL, 2, 4)
+
+
+def read(folder):
+    ddp, optimizer = build(ALL, config_of("nadam"), bucket_size=900, seed=3,
+                           tags={"g_experts": {"matrices": 4}})  # fmt: skip
+    dist_checkpointing.load(folder, ddp, optimizer)
+    for step in range(2, 4):
+        optimizer.zero_grad()
+        ddp(mean_grads("integer", ALL, 2, step)).backward()
+        optimizer.step()
+    return {n: p.detach().clone() for n, p in ddp.module.named_parameters()}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_checkpoint_holds_what_owners_hold(ranks, tmp_path):
+    """Class bitwise: saved by 2 ranks, read by others, for the matrices and for Adam's vector."""
+    whole = run_ranks(written, 2, str(tmp_path / "run"))[0]
+    for run in run_ranks(read, ranks, str(tmp_path / "run")):
+        for name, want in whole.items():
+            assert torch.equal(run[name], want), name
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from megatron_lw.distributed.agreement import Kept
 from megatron_lw.errors import StateError
 from megatron_lw.groups import DomainGroups
 from megatron_lw.optimizer.children.base import (
+    OwnedState,
     ParamGroup,
     RowsOnly,
     group_ranges,
@@ -42,11 +43,13 @@ from megatron_lw.optimizer.children.exchange import (
 )
 from megatron_lw.optimizer.children.matrix_bucket import (
     MatrixBucket,
+    RefinedMatrix,
     iteration_workspace,
     row_parts,
 )
 from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
 from megatron_lw.optimizer.children.ns_workspace import group_into_batches
+from megatron_lw.optimizer.children.place import place_of
 from megatron_lw.optimizer.children.schedule import (
     ExchangeSchedule,
     Piece,
@@ -79,6 +82,8 @@ class MatrixChild(RowsOnly, ABC):
 
     name = "matrix"
     state_keys: tuple[str, ...] = ("momentum",)
+    refines = False
+    """Whether `refine` does something to what has been orthogonalised."""
 
     def __init__(
         self,
@@ -178,6 +183,7 @@ class MatrixChild(RowsOnly, ABC):
             rows=rows,
             tensor=tensor,
             owned=tuple([wholes[i] for i in batch] for batch in batches),
+            refined=self._refined(plan, tensor.matrices, routes),
         )
 
     @property
@@ -209,6 +215,51 @@ class MatrixChild(RowsOnly, ABC):
     def state_rows(self, bucket: int) -> Mapping[str, torch.Tensor]:
         """See `Child.state_rows`."""
         return {"momentum": self._buckets[bucket].momentum}
+
+    def owned_states(self) -> Sequence[OwnedState]:
+        """See `Child.owned_states`: what `own_shapes` asks for."""
+        return [
+            each.place.state(key, tensor)
+            for bucket in self._buckets
+            for each in bucket.refined
+            for key, tensor in each.states.items()
+        ]
+
+    def own_shapes(self, shape: Shape) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the fp32 states that the owner of a matrix keeps, by state key.
+
+        Args:
+            shape: rows and columns of the whole matrix.
+        """
+        return {}
+
+    def refine(
+        self, update: torch.Tensor, states: Mapping[str, torch.Tensor], group: ParamGroup
+    ) -> None:
+        """Change an orthogonalised matrix in place, at its owner; called where `refines` is set.
+
+        Args:
+            update: [rows, columns], in the exchange dtype.
+            states: those of `own_shapes`, advanced.
+            group: settings of its parameter.
+        """
+
+    def _refined(
+        self,
+        plan: OwnershipPlan,
+        matrices: Mapping[int, torch.Tensor],
+        routes: Mapping[str, Route],
+    ) -> tuple[RefinedMatrix, ...]:
+        """What this rank refines, with states of zeros."""
+        found = []
+        for matrix, update in matrices.items() if self.refines else ():
+            route = routes[plan.params[int(plan.matrix_param[matrix])].name]
+            local = int(plan.matrix_start[matrix] // plan.matrix_numel[matrix])
+            shapes = self.own_shapes((update.size(0), update.size(1)))
+            states = {key: self._scratch.new_zeros(shape) for key, shape in shapes.items()}
+            place = place_of(route, local)
+            found.append(RefinedMatrix(place, route.group.name, update, states))
+        return tuple(found)
 
     @abstractmethod
     def update_momentum(
@@ -259,6 +310,8 @@ class MatrixChild(RowsOnly, ABC):
                 orthogonalise = engine.orthogonalise if alike else engine.orthogonalise_padded
                 orthogonalise(matrices, matrices, self._workspace)
                 self.num_orthogonalised += len(matrices)
+            for each in bucket.refined:
+                self.refine(each.update, each.states, groups[each.group])
             bucket.tensor.pack_back()
         bucket.handle = bucket.tensor.start_back(bucket.label)
 

@@ -12,6 +12,7 @@ from megatron_lw.groups import DomainGroups
 from megatron_lw.optimizer.children.base import GroupRange
 from megatron_lw.optimizer.children.exchange import RowExchange, Shape, TensorExchange
 from megatron_lw.optimizer.children.ns_workspace import group_into_batches, workspace_numel
+from megatron_lw.optimizer.children.place import Place
 from megatron_lw.optimizer.children.schedule import ExchangeSchedule, Piece
 from megatron_lw.optimizer.masters import MasterRow
 from megatron_lw.optimizer.plan import OwnershipPlan
@@ -35,6 +36,23 @@ class RowPart:
     updates: tuple[torch.Tensor, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RefinedMatrix:
+    """A matrix that its owner changes after orthogonalising it.
+
+    Attributes:
+        place: which matrix of which parameter.
+        group: name of the parameter group.
+        update: [rows, columns], where Newton-Schulz leaves it.
+        states: fp32, by state key.
+    """
+
+    place: Place
+    group: str
+    update: torch.Tensor
+    states: Mapping[str, torch.Tensor]
+
+
 @dataclass(slots=True)
 class MatrixBucket:
     """What the child keeps of one bucket.
@@ -48,6 +66,7 @@ class MatrixBucket:
         rows: carries pieces between rows.
         tensor: carries shards between tensor-parallel ranks.
         owned: matrices that this rank orthogonalises, `[rows, columns]`, in batches.
+        refined: the same, if they are changed after that.
         handle: the all-to-all under way.
     """
 
@@ -59,6 +78,7 @@ class MatrixBucket:
     rows: RowExchange
     tensor: TensorExchange
     owned: tuple[list[torch.Tensor], ...]
+    refined: tuple[RefinedMatrix, ...]
     handle: Handle = field(default_factory=Handle)
 
     @property

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_lw.distributed.agreement import Kept
 from megatron_lw.errors import StateError
 from megatron_lw.groups import DomainGroups
 from megatron_lw.optimizer.children.base import OwnedState, OwnedValue, ParamGroup
@@ -27,7 +28,6 @@ from megatron_lw.optimizer.children.exchange import (
     ShardBoxes,
     TensorExchange,
 )
-from megatron_lw.optimizer.children.failures import FirstFailure
 from megatron_lw.optimizer.children.place import Place, place_of
 from megatron_lw.optimizer.children.schedule import ExchangeSchedule, matrix_pieces, schedule
 from megatron_lw.optimizer.children.whole_optimizers import WholeFactory
@@ -118,7 +118,7 @@ class WholeChild:
         self.name = name
         self.num_steps = 0
         self.num_stepped = 0
-        self._failure = FirstFailure()
+        self._kept = Kept()
         self._factory = factory
         self._plan, self._routes, self._groups = plan, routes, groups
         places = [
@@ -153,19 +153,20 @@ class WholeChild:
         order.
 
         Raises:
-            StateError: an optimizer failed; after all exchanges of the step.
+            LayerWiseError: an optimizer failed; after all exchanges of the step.
         """
         first = self.num_steps == 0
         self.num_steps += 1
         self.num_stepped = 0
+        self._kept = Kept()
         for bucket in self._buckets:
             label = bucket.master.bucket.label
             self._take(bucket, label)
-            with self._failure.kept(label):
+            with self._kept.keeping(label):
                 for matrix in bucket.owned:
                     self._advance(matrix, groups[matrix.route.group.name], first)
             self._return(bucket, label)
-        self._failure.raise_and_forget()
+        self._kept.raise_kept()
 
     def state_rows(self, bucket: int) -> Mapping[str, torch.Tensor]:
         """See `Child.state_rows`: none."""
@@ -204,17 +205,23 @@ class WholeChild:
 
     def _take(self, bucket: WholeBucket, label: str) -> None:
         """Put gradients and masters together at the owners."""
-        bucket.grads.row.copy_(bucket.master.gradient())
-        bucket.weights.row.copy_(bucket.master.row)
         ways = (bucket.grads, bucket.weights)
+        with self._kept.keeping(label):
+            bucket.grads.row.copy_(bucket.master.gradient())
+            bucket.weights.row.copy_(bucket.master.row)
+            for way in ways:
+                way.rows.pack_out()
         for handle in [way.rows.start_out(label) for way in ways]:
             handle.wait()
-        for way in ways:
-            way.rows.finish_out()
+        with self._kept.keeping(label):
+            for way in ways:
+                way.rows.finish_out()
+                way.tensor.pack_out()
         for handle in [way.tensor.start_out(label) for way in ways]:
             handle.wait()
-        for way in ways:
-            way.tensor.finish_out()
+        with self._kept.keeping(label):
+            for way in ways:
+                way.tensor.finish_out()
 
     def _advance(self, matrix: WholeMatrix, group: ParamGroup, first: bool) -> None:
         """One step of one matrix, with the present learning rate and decay."""
@@ -234,11 +241,16 @@ class WholeChild:
     def _return(self, bucket: WholeBucket, label: str) -> None:
         """Bring the new masters back to their rows."""
         way = bucket.weights
+        with self._kept.keeping(label):
+            way.tensor.pack_back()
         way.tensor.start_back(label).wait()
-        way.tensor.finish_back()
+        with self._kept.keeping(label):
+            way.tensor.finish_back()
+            way.rows.pack_back()
         way.rows.start_back(label).wait()
-        way.rows.finish_back()
-        bucket.master.row.copy_(way.row)
+        with self._kept.keeping(label):
+            way.rows.finish_back()
+            bucket.master.row.copy_(way.row)
 
     def _draft(self, matrix: WholeMatrix) -> None:
         if matrix.state.is_made:
