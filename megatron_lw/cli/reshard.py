@@ -40,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=parse_size,
         default=1 << 30,
         metavar="SIZE",
-        help="bytes of tensors in memory, 64MiB at least (default: 1GiB)",
+        help="bytes of tensors in memory, 96MiB at least (default: 1GiB)",
     )
     parser.add_argument(
         "--drop-rank-values",

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from mmap import mmap
 from os import PathLike
 from pathlib import Path
 
@@ -36,9 +37,9 @@ from megatron_lw.optimizer.boxes import Box
 from megatron_lw.optimizer.names import natural_key
 from megatron_lw.topology import Topology
 
-FIXED_NBYTES = 48 << 20
+FIXED_NBYTES = 64 << 20
 """Memory besides the elements under way: chunks that are checked, written and summed."""
-MIN_MEMORY = 64 << 20
+MIN_MEMORY = 96 << 20
 EXTRA_VALUES = "extra"
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -94,7 +95,9 @@ def reshard(
         replace(writer.write(plan.rank(rank), topology), extra=extras[rank])
         for rank in range(topology.world)
     ]
-    commit(reader.storage, directory, _with_empty(merge(parts), source))
+    made = _with_empty(merge(parts), source)
+    _require_all(made, source)
+    commit(reader.storage, directory, made)
     return directory
 
 
@@ -161,19 +164,21 @@ class _Writer:
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Position in `wanted` and elements, in order; large pieces in several parts."""
         for batch in _batches(wanted, order, self._memory):
-            tensors = [
-                torch.empty(box.shape, dtype=_dtype(wanted[index].record)) for index, box in batch
-            ]
+            # Mapped, not allocated: it goes back to the system as soon as it is free.
+            buffer = torch.frombuffer(mmap(-1, self._memory), dtype=torch.uint8)
+            tensors: list[torch.Tensor] = []
             reads: list[Read] = []
-            for (index, box), tensor in zip(batch, tensors, strict=True):
+            offset = 0
+            for index, box in batch:
                 record = wanted[index].record
-                reads += find_reads(record, record.shape, box, tensor)
+                nbytes = math.prod(box.shape) * _dtype(record).itemsize
+                raw = buffer[offset : offset + nbytes]
+                tensors.append(raw.view(_dtype(record)).view(box.shape))
+                reads += find_reads(record, record.shape, box, tensors[-1])
+                offset += _aligned(nbytes)
             reader = self._reader
             carry_out(reads, reader.manifest, reader.directory, reader.storage)
-            reads.clear()
-            tensors.reverse()
-            for index, _ in batch:
-                tensor = tensors.pop()
+            for (index, _), tensor in zip(batch, tensors, strict=True):
                 self._done += tensor.nbytes
                 yield index, tensor
                 if self._progress is not None:
@@ -189,8 +194,8 @@ def _batches(
     for index in order:
         each = wanted[index]
         itemsize = _dtype(each.record).itemsize
-        for part in blocks(each.box.shape, max(1, most // itemsize)):
-            nbytes = math.prod(part.shape) * itemsize
+        for part in blocks(each.box.shape, most // 64 * 64 // itemsize):
+            nbytes = _aligned(math.prod(part.shape) * itemsize)
             if batch and nbytes > room:
                 yield batch
                 batch, room = [], most
@@ -199,6 +204,11 @@ def _batches(
             room -= nbytes
     if batch:
         yield batch
+
+
+def _aligned(nbytes: int) -> int:
+    """A size up to where the next tensor of any dtype may start."""
+    return -(-nbytes // 64) * 64
 
 
 class _Feed:
@@ -255,6 +265,16 @@ def _with_empty(manifest: Manifest, source: Manifest) -> Manifest:
     empty = [record for record in source.tensors if not record.pieces]
     tensors = sorted((*manifest.tensors, *empty), key=lambda r: (natural_key(r.name), r.state))
     return replace(manifest, tensors=tuple(tensors))
+
+
+def _require_all(made: Manifest, source: Manifest) -> None:
+    """Check that no tensor is left out; that each is whole is checked when it is committed."""
+    kept = {record.key for record in made.tensors}
+    lost = [record.key for record in source.tensors if record.key not in kept]
+    if lost:
+        raise CheckpointError(
+            f"{lost[0]!r} has no place in the target: load it in a run of that layout instead"
+        )
 
 
 def _dtype(record: TensorRecord) -> torch.dtype:

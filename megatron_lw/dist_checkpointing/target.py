@@ -210,7 +210,8 @@ class TargetPlan:
             owners = plan.owner[np.flatnonzero(plan.matrix_param == index)].tolist() or [0]
             for state, record in self._records[place_of(info).name].items():
                 if state not in keys:
-                    boxes = _matrix_boxes(record, len(owners), info.ep_size, place.ep)
+                    part = place.ep if info.ep_size > 1 else 0
+                    boxes = _matrix_boxes(record, len(owners), info.ep_size, part)
                     for owner, box in zip(owners, boxes, strict=False):
                         if owner == here:
                             yield Wanted(record=record, box=box)

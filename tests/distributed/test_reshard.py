@@ -20,6 +20,7 @@ from megatron_lw.dist_checkpointing.reshard import reshard
 from megatron_lw.dist_checkpointing.verify import verify
 from megatron_lw.topology import Topology
 from tests.distributed import checkpoint_cases as cases
+from tests.distributed import reshard_cases
 from tests.harness import run_ranks
 
 LAYOUTS: list[tuple[dict[str, int], Topology]] = [
@@ -105,3 +106,23 @@ def test_a_resharded_checkpoint_is_loaded_by_a_run(saved: list[Path], tmp_path: 
     made = reshard(saved[5], tmp_path, LAYOUTS[2][1], drop_rank_values=True)
     for found in run_ranks(cases.load_all, 2, {"tensor": 2}, [str(made)]):
         assert found == {str(made): []}
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 4), (4, 2)])
+def test_states_that_owners_hold_go_to_the_owners_of_the_target(
+    tmp_path: Path, source: int, target: int
+) -> None:
+    """Exact: who holds which box of a state that is no row, and that all values came along."""
+    paths = [
+        Path(run_ranks(reshard_cases.save_whole, topology.world, tmp_path / str(i), sizes)[0])
+        for i, (sizes, topology) in ((i, LAYOUTS[i]) for i in (source, target))
+    ]
+    made = reshard(
+        paths[0], tmp_path / "made", LAYOUTS[target][1], bucket_size=300, vocab_multiple=4
+    )
+    got, expected = placed(read_manifest(made)), placed(read_manifest(paths[1]))
+    assert got == expected
+    assert "layers.1.stack/step" in got and "layers.0.router/exp_avg" in got
+    found = values(made)
+    for key, tensor in values(paths[0]).items():
+        assert torch.equal(found[key], tensor), key

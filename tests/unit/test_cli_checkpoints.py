@@ -102,7 +102,7 @@ def test_export_writes_the_weights(
 def test_reshard_writes_a_checkpoint_that_verifies(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--dp", "2", "--pp", "2", "--bucket-size", "50", "--max-memory", "64MiB"]
+    arguments = ["--dp", "2", "--pp", "2", "--bucket-size", "50", "--max-memory", "96MiB"]
     assert main(["reshard", str(saved), str(tmp_path / "out"), *arguments]) == 0
     assert main(["verify", str(tmp_path / "out")]) == 0
     manifest = read_manifest(tmp_path / "out" / saved.name)
