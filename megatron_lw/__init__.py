@@ -30,6 +30,7 @@ from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer.api import get_megatron_optimizer
 from megatron_lw.optimizer.describe import annotate
 from megatron_lw.optimizer.names import NameMap
+from megatron_lw.optimizer.qk_clip import HeadRows, QKClip
 from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer
 from megatron_lw.overrides import (
     ParamGroupOverride,
@@ -47,6 +48,7 @@ __all__ = [
     "ConfigError",
     "DDPConfig",
     "DistributedDataParallel",
+    "HeadRows",
     "InvariantError",
     "LayerWiseDistributedOptimizer",
     "LayerWiseError",
@@ -59,6 +61,7 @@ __all__ = [
     "ParamPredicate",
     "ParamWithNamePredicate",
     "PlanMismatchError",
+    "QKClip",
     "StateError",
     "annotate",
     "finalize_model_grads",

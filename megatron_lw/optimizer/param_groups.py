@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from megatron_lw.config import OptimizerConfig
+from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer.child_settings import CHILD_SETTINGS, child_settings
 from megatron_lw.optimizer.children.base import ParamGroup
@@ -86,6 +87,15 @@ def explicit_group(
         settings["max_lr"] = settings.pop("lr")
     check_overrides({ParamKey(name=members): cast(ParamGroupOverride, settings)})
     return ExplicitGroup(params=members, settings=tuple(sorted(settings.items())))
+
+
+def names_by_id(chunks: Sequence[DistributedDataParallel]) -> dict[int, str]:
+    """Id of each parameter of the wrapped model -> its global name."""
+    return {
+        id(param): name
+        for number, chunk in enumerate(chunks)
+        for name, param in chunk.named_global_parameters(number)
+    }
 
 
 def check_settings(groups: Sequence[ParamGroup]) -> None:

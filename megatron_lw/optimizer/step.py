@@ -30,10 +30,12 @@ from megatron_lw.optimizer.param_groups import (
     explicit_group,
     fingerprint,
     make_param_groups,
+    names_by_id,
 )
 from megatron_lw.optimizer.routing import ExplicitGroup
 from megatron_lw.optimizer.runtime import Runtime
 from megatron_lw.optimizer.timings import Stopwatch
+from megatron_lw.optimizer.weight_rules import WeightRule
 
 Rebuild = Callable[[Sequence[ExplicitGroup]], Runtime]
 StepResult = tuple[bool, float | None, int | None]
@@ -70,6 +72,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         self._watch = Stopwatch(self._runtime.device)
         self.loss_scaler = scaler_of(config)
         self.saver: Any = None  # what saves beside training, see dist_checkpointing
+        self.weight_rules: list[WeightRule] = []  # applied after the children in every step
         self._broken: str | None = None
         self._stepped = False
         self._built = False
@@ -276,8 +279,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
     def _accept(self, measured: stats.GradStats, norm: float) -> bool:
         """Whether to update; the same answer on every rank, as the statistics are the same.
 
-        In FP16 a gradient that is not finite is what a loss scale risks: the step is skipped, and
-        the scale adjusted.
+        In FP16 a gradient that is not finite skips the step, and the loss scale is adjusted.
         """
         if not measured.settings_agree:
             raise PlanMismatchError(
@@ -307,6 +309,9 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         for child in self._runtime.children:
             with self._stage(child.name), kept.keeping(f"stage {child.name!r}"):
                 child.step(groups)
+        for rule in self.weight_rules:
+            with self._stage(rule.name):
+                rule.apply(kept)
 
     def _publish(self, kept: Kept) -> None:
         """Publish all chunks; other ranks wait for those after one that fails."""
@@ -330,12 +335,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             )
         if any(b.grad_state is not GradState.EMPTY for b in self._runtime.buckets):
             raise StateError("add_param_group would lose gradients; call zero_grad() before it")
-        names = {
-            id(param): name
-            for number, chunk in enumerate(self.model_chunks)
-            for name, param in chunk.named_global_parameters(number)
-        }
-        return explicit_group(param_group, names, self._explicit)
+        return explicit_group(param_group, names_by_id(self.model_chunks), self._explicit)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
