@@ -27,6 +27,8 @@ from megatron_lw.errors import CheckpointError
 
 _SLOTS = 4
 """Chunks under way at most: staged, being written, being summed."""
+_FLUSH_NBYTES = 64 << 20
+"""Bytes after which flushing begins, beside writing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +132,6 @@ def write_data_file(
         file = storage.create(temporary)
         try:
             checksums = _write(file, start, [blobs[i] for i in order])
-            file.flush()
         finally:
             file.close()
         name = file_name(rank, nbytes, checksums)
@@ -163,21 +164,63 @@ def _check(entries: Sequence[Entry]) -> None:
             raise CheckpointError(f"{entry.name}: no checkpoint holds {dtype_name(entry.dtype)}")
 
 
+class _Stream:
+    """A file being written, its checksums being taken, and what is written being flushed.
+
+    The last two run beside the first, on threads of their own: flushing only at the end would leave
+    the disk idle while bytes are copied to the system's memory.
+    """
+
+    def __init__(self, file: WritableFile, threads: ThreadPoolExecutor) -> None:
+        self._file = file
+        self._threads = threads
+        self._sums: list[Future[int]] = []
+        self._flush: Future[None] | None = None
+        self._unflushed = 0
+
+    def append(self, staged: _Staged) -> None:
+        """Write a chunk, once its bytes are there."""
+        if staged.event is not None:
+            staged.event.synchronize()
+        self._sums.append(self._threads.submit(_checksum, staged.views))
+        self._file.write(staged.views)
+        self._unflushed += CHUNK_NBYTES
+        if self._unflushed >= _FLUSH_NBYTES and (self._flush is None or self._flush.done()):
+            self._settle()
+            self._flush = self._threads.submit(self._file.flush)
+            self._unflushed = 0
+
+    def wait_for(self, index: int) -> None:
+        """Wait until nothing reads a chunk any more."""
+        self._sums[index].result()
+
+    def end(self) -> tuple[int, ...]:
+        """Flush all of it; returns the checksum of each chunk."""
+        self._settle()
+        self._file.flush()
+        return tuple(each.result() for each in self._sums)
+
+    def _settle(self) -> None:
+        if self._flush is not None:
+            self._flush.result()
+
+
 def _write(file: WritableFile, start: bytes, blobs: Sequence[Blob | LazyBlob]) -> tuple[int, ...]:
-    """Write header and tensors; return the checksum of each chunk."""
-    sums: list[Future[int]] = []
+    """Write and flush header and tensors; return the checksum of each chunk."""
     stage = _Stage()
-    with ThreadPoolExecutor(1, "checksum") as thread:
-        ahead: list[_Staged] = []
+    ahead: list[_Staged] = []
+    lies_there = all(isinstance(blob, Blob) and _on_host(blob.tensor) for blob in blobs)
+    with ThreadPoolExecutor(2, "data file") as threads:
+        stream = _Stream(file, threads)
         for index, parts in enumerate(_chunks(start, blobs)):
-            if index >= _SLOTS:
-                sums[index - _SLOTS].result()  # its slot is free from here on
+            if index >= _SLOTS and not lies_there:  # else checksums may lag: nothing is held
+                stream.wait_for(index - _SLOTS)
             ahead.append(stage.views(index % _SLOTS, parts))
             if len(ahead) > 1:
-                _emit(file, ahead.pop(0), thread, sums)
+                stream.append(ahead.pop(0))
         for each in ahead:
-            _emit(file, each, thread, sums)
-        return tuple(each.result() for each in sums)
+            stream.append(each)
+        return stream.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +229,6 @@ class _Staged:
 
     views: list[memoryview]
     event: torch.cuda.Event | None
-
-
-def _emit(
-    file: WritableFile, staged: _Staged, thread: ThreadPoolExecutor, sums: list[Future[int]]
-) -> None:
-    if staged.event is not None:
-        staged.event.synchronize()
-    sums.append(thread.submit(_checksum, staged.views))
-    file.write(staged.views)
 
 
 def _checksum(views: list[memoryview]) -> int:

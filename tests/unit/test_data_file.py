@@ -18,6 +18,7 @@ from megatron_lw.dist_checkpointing.manifest import CHUNK_NBYTES, FileRecord
 from megatron_lw.dist_checkpointing.storage import FileStorage
 from megatron_lw.dist_checkpointing.verified_file import VerifiedFile
 from megatron_lw.errors import CheckpointError
+from tests.crash_storage import MemoryStorage
 
 STORAGE = FileStorage()
 
@@ -112,7 +113,7 @@ def test_staged_and_lazy_tensors_give_the_same_bytes(
     def lazy(blob: Blob) -> LazyBlob:
         def make() -> Iterator[torch.Tensor]:
             made.append(blob.key)
-            yield from blob.tensor.clone().reshape(-1).split(7)
+            yield from blob.tensor.clone().reshape(-1).split(1_000_003)
 
         return LazyBlob(entry=blob.entry, make=make)
 
@@ -248,3 +249,34 @@ def test_reads_outside_are_refused(directory: Path, record: FileRecord, start: i
     with opened(directory, record) as file:
         with pytest.raises(CheckpointError, match="do not lie in its"):
             file.read_into(start, memoryview(bytearray(1)))
+
+
+def test_what_is_written_is_flushed_meanwhile_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(data_file, "_FLUSH_NBYTES", CHUNK_NBYTES)
+    storage = MemoryStorage()
+    storage.make_directory(Path("/run"))
+    tensor = torch.randint(0, 256, (8 * CHUNK_NBYTES,), dtype=torch.uint8)
+    assert write_data_file(storage, Path("/run"), 0, [Blob(key="w", start=(0,), tensor=tensor)])
+    kinds = [each.kind for each in storage.operations if each.kind in ("write", "flush", "replace")]
+    assert kinds.count("flush") > 1 and kinds[-2:] == ["flush", "replace"]
+
+
+@pytest.mark.parametrize("fails", ["create", "write", "flush", "replace", "flush_directory"])
+def test_a_full_disk_is_said_and_leaves_no_file_of_a_final_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Also where it is flushing beside writing that fails."""
+    monkeypatch.setattr(data_file, "_FLUSH_NBYTES", CHUNK_NBYTES)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    storage = FileStorage()
+    of_file = fails in ("write", "flush")
+    monkeypatch.setattr(type(storage.create(tmp_path / "x")) if of_file else storage, fails, fail)
+    tensor = torch.randint(0, 256, (4 * CHUNK_NBYTES,), dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=r"rank00000-.*cannot be written: .*No space left"):
+        write_data_file(storage, tmp_path, 0, [Blob(key="w", start=(0,), tensor=tensor)])
+    assert len(list(tmp_path.glob("*.safetensors"))) == (fails == "flush_directory")
