@@ -16,20 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_lw.dist_checkpointing.coverage import check_manifest
-from megatron_lw.dist_checkpointing.directory import read_manifest, resolve
-from megatron_lw.dist_checkpointing.dtypes import dtype_of
 from megatron_lw.dist_checkpointing.entries import Holdings, holdings
-from megatron_lw.dist_checkpointing.manifest import VALUE, Manifest
+from megatron_lw.dist_checkpointing.manifest import Manifest
 from megatron_lw.dist_checkpointing.match import Match, match, require_all_used
-from megatron_lw.dist_checkpointing.reading import carry_out, find_reads
+from megatron_lw.dist_checkpointing.reader import CheckpointReader
+from megatron_lw.dist_checkpointing.reading import carry_out
 from megatron_lw.dist_checkpointing.snapshot import Stateful, require_same_model
-from megatron_lw.dist_checkpointing.storage import FileStorage, Storage
-from megatron_lw.dist_checkpointing.values import Encoded, decode
+from megatron_lw.dist_checkpointing.storage import Storage
+from megatron_lw.dist_checkpointing.values import Encoded
 from megatron_lw.distributed.agreement import attempt
 from megatron_lw.distributed.collectives import all_gather_objects, gather_objects
 from megatron_lw.errors import CheckpointError
-from megatron_lw.optimizer.boxes import Box
 from megatron_lw.optimizer.held import held_buckets
 
 if TYPE_CHECKING:
@@ -98,58 +95,27 @@ def load(
             logical shape or dtype. Where it is found while reading, the optimizer is broken until a
             load succeeds; before that nothing is changed.
     """
-    storage = storage or FileStorage()
     control = optimizer.groups.control
 
-    def open_checkpoint() -> tuple[Path, Manifest]:
+    def open_checkpoint() -> CheckpointReader:
         require_same_model(model, optimizer)
-        directory = resolve(Path(path), storage)
-        manifest = read_manifest(directory, storage)
-        if control.rank == 0:
-            check_manifest(manifest)
-        return directory, manifest
+        return CheckpointReader(path, storage)
 
-    directory, manifest = attempt(open_checkpoint, control)
-    source = _Source(directory, manifest, storage)
+    source = attempt(open_checkpoint, control)
     held, found = attempt(
         lambda: _match(optimizer, source, scheduler, leave_out, weights_only), control
     )
     left_out = _account(source, found, control_of=optimizer, leave_out=leave_out, only=weights_only)
-    with optimizer.restoring(str(directory), stepped=not weights_only):
+    with optimizer.restoring(str(source.directory), stepped=not weights_only):
         attempt(lambda: _fill(optimizer, held, found, source, weights_only), control)
         if not weights_only:
             attempt(lambda: _set(optimizer, scheduler, source, keep_settings, leave_out), control)
     return _loaded(source, control.rank, control.size, (*found.left_out, *left_out))
 
 
-class _Source:
-    """A checkpoint that is read from."""
-
-    def __init__(self, directory: Path, manifest: Manifest, storage: Storage) -> None:
-        self.directory = directory
-        self.manifest = manifest
-        self.storage = storage
-        self._values = {r.name: r for r in manifest.tensors if r.state == VALUE}
-
-    def take(self, name: str) -> torch.Tensor:
-        """A whole tensor that was put aside from a value."""
-        record = self._values.get(name)
-        if record is None:
-            raise CheckpointError(f"the checkpoint has no tensor {name!r}, which a value refers to")
-        tensor = torch.empty(record.shape, dtype=dtype_of(record.dtype, record.key))
-        whole = Box((0,) * len(record.shape), record.shape)
-        reads = find_reads(record, record.shape, whole, tensor)
-        carry_out(reads, self.manifest, self.directory, self.storage)
-        return tensor
-
-    def value(self, encoded: Encoded) -> Any:
-        """A value that was saved."""
-        return decode(encoded, take=self.take)
-
-
 def _match(
     optimizer: LayerWiseDistributedOptimizer,
-    source: _Source,
+    source: CheckpointReader,
     scheduler: Stateful | None,
     leave_out: Collection[str],
     weights_only: bool,
@@ -176,7 +142,7 @@ def _known(values: Mapping[str, Encoded], name: str) -> Encoded:
 
 
 def _account(
-    source: _Source,
+    source: CheckpointReader,
     found: Match,
     *,
     control_of: LayerWiseDistributedOptimizer,
@@ -228,7 +194,7 @@ def _fill(
     optimizer: LayerWiseDistributedOptimizer,
     held: Holdings,
     found: Match,
-    source: _Source,
+    source: CheckpointReader,
     weights_only: bool,
 ) -> None:
     """Read the tensors; declared padding becomes zero."""
@@ -246,7 +212,7 @@ def _fill(
 def _set(
     optimizer: LayerWiseDistributedOptimizer,
     scheduler: Stateful | None,
-    source: _Source,
+    source: CheckpointReader,
     keep_settings: bool | Collection[str],
     leave_out: Collection[str],
 ) -> None:
@@ -270,7 +236,7 @@ def _set(
         scheduler.load_state_dict(source.value(manifest.values["scheduler"]))
 
 
-def _loaded(source: _Source, rank: int, size: int, left_out: Sequence[str]) -> Loaded:
+def _loaded(source: CheckpointReader, rank: int, size: int, left_out: Sequence[str]) -> Loaded:
     manifest = source.manifest
     num_saved = manifest.topology.get("world", 1)
 

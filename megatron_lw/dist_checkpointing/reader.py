@@ -72,7 +72,7 @@ class CheckpointReader:
         self.read(record, Box((0,) * len(record.shape), record.shape), out)
         return out
 
-    def value(self, encoded: Encoded, where: str) -> Any:
+    def value(self, encoded: Encoded, where: str = "value") -> Any:
         """A value that was saved, with the tensors inside it.
 
         Args:

@@ -108,21 +108,32 @@ def test_a_resharded_checkpoint_is_loaded_by_a_run(saved: list[Path], tmp_path: 
         assert found == {str(made): []}
 
 
-@pytest.mark.parametrize(("source", "target"), [(0, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("source", "target", "optimizer", "state"),
+    [(0, 4, "whole", "step"), (4, 2, "normuon", "second_moment")],
+)
 def test_states_that_owners_hold_go_to_the_owners_of_the_target(
-    tmp_path: Path, source: int, target: int
+    tmp_path: Path, source: int, target: int, optimizer: str, state: str
 ) -> None:
     """Exact: who holds which box of a state that is no row, and that all values came along."""
     paths = [
-        Path(run_ranks(reshard_cases.save_whole, topology.world, tmp_path / str(i), sizes)[0])
-        for i, (sizes, topology) in ((i, LAYOUTS[i]) for i in (source, target))
+        Path(
+            run_ranks(
+                reshard_cases.save_owned,
+                LAYOUTS[i][1].world,
+                tmp_path / str(i),
+                LAYOUTS[i][0],
+                optimizer,
+            )[0]
+        )
+        for i in (source, target)
     ]
     made = reshard(
         paths[0], tmp_path / "made", LAYOUTS[target][1], bucket_size=300, vocab_multiple=4
     )
     got, expected = placed(read_manifest(made)), placed(read_manifest(paths[1]))
     assert got == expected
-    assert "layers.1.stack/step" in got and "layers.0.router/exp_avg" in got
+    assert f"layers.1.stack/{state}" in got and f"layers.0.router/{state}" in got
     found = values(made)
     for key, tensor in values(paths[0]).items():
         assert torch.equal(found[key], tensor), key
