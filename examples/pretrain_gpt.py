@@ -34,7 +34,7 @@ from settings import give_up, make_parser
 def optimizer_config(args: argparse.Namespace) -> megatron_lw.OptimizerConfig:
     """Settings under Megatron's names; with 0.2 x spectral scale Muon and Adam share one rate.
 
-    Newton-Schulz computes in the dtype of the weights.
+    Of AdaMuon's update that size is a part. Newton-Schulz computes in the dtype of the weights.
     """
     return megatron_lw.OptimizerConfig(
         optimizer=args.optimizer,
@@ -47,7 +47,7 @@ def optimizer_config(args: argparse.Namespace) -> megatron_lw.OptimizerConfig:
         muon_momentum=0.95,
         muon_nesterov=True,
         muon_scale_mode="spectral",
-        muon_extra_scale_factor=0.2,
+        muon_extra_scale_factor=1.0 if args.optimizer == "adamuon" else 0.2,
         muon_fp32_matmul_prec="medium" if args.dtype == "bf16" else "highest",
     )
 

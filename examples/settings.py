@@ -12,6 +12,16 @@ import torch
 
 DEFAULT_STEPS = 110
 DEFAULT_TARGET = 0.85
+# Learning rates that suit the default model; the update of most is about as large as Adam's.
+RATES = {
+    "muon": 1e-2,
+    "normuon": 1e-2,
+    "adamuon": 1e-2,
+    "soap": 1e-2,
+    "adam": 1e-2,
+    "lion": 1e-3,
+    "sgd": 0.3,
+}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -78,8 +88,8 @@ def make_parser() -> Parser:
     batch("--global-batch", type=int, default=24, help="sequences in a step, over all ranks")
     batch("--micro-batches", type=int, default=2, help="forwards of a rank in a step")
     optim = parser.add_argument_group("optimizer").add_argument
-    optim("--optimizer", choices=("muon", "adam"), default="muon", help="for the matrices")
-    optim("--lr", type=float, default=1e-2)
+    optim("--optimizer", choices=tuple(RATES), default="muon", help="for the matrices")
+    optim("--lr", type=float, help=f"None: {', '.join(f'{n} {r:g}' for n, r in RATES.items())}")
     optim("--weight-decay", type=float, default=0.1)
     optim("--warmup", type=float, default=0.05, help="share of the steps with a rising rate")
     keep = parser.add_argument_group("checkpoints; any layout of ranks loads them").add_argument
@@ -111,6 +121,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     if not 0 <= args.warmup <= 1:
         raise ValueError(f"--warmup {args.warmup}: must be a share, 0 ... 1")
     _check_parallelism(args)
+    if args.lr is None:
+        args.lr = RATES[args.optimizer]
     if args.dtype == "auto":
         args.dtype = "bf16" if has_bf16_arithmetic() else "fp32"
     if args.target is None and args.steps == DEFAULT_STEPS and not args.data:
