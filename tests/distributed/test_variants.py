@@ -182,6 +182,58 @@ def test_a_gradient_of_zeros_changes_nothing():
             assert torch.equal(weights[name], want), (choice, name)
 
 
+DIVIDED = {"a_weight": 1, "b_weight": 0, "e_weight": 0}
+
+
+def divided(choice, tensor):
+    """Shards of this rank, trained with the shards of the mean gradients."""
+    groups = megatron_lw.ParallelGroups.create(tensor=tensor)
+
+    def part(name, value):
+        dim = DIVIDED.get(name)
+        return value if dim is None else value.chunk(tensor, dim)[groups.tp.rank].contiguous()
+
+    start = {name: part(name, value) for name, value in initial_values(SHAPES).items()}
+    ddp, optimizer = build(
+        {name: tuple(value.shape) for name, value in start.items()},
+        {**CONFIG, **CHOICES[choice][0]},
+        bucket_size=600,
+        tags={name: {"tp_dim": dim} for name, dim in DIVIDED.items()},
+        groups=groups,
+    )
+    with torch.no_grad():
+        for name, value in start.items():
+            ddp.module.get_parameter(name).copy_(value)
+    optimizer.reload_model_params()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        grads = integer_grads(SHAPES, groups.dp.rank, step)
+        ddp({name: part(name, grad) for name, grad in grads.items()}).backward()
+        optimizer.step()
+    optimizer.check(collectives=True)
+    owned = [(s.param, s.key, s.global_shape) for s in child_of(optimizer).owned_states()]
+    weights = {name: param.detach().clone() for name, param in ddp.module.named_parameters()}
+    return groups.tp.rank, weights, owned
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("choice", ["normuon", "adaptive, normuon", "adamuon"])
+def test_shards_of_tensor_parallelism_are_refined_as_one_matrix(choice, ranks):
+    """Class numerical: norms and means are those of the whole, states are at one owner."""
+    want = expected(choice, ranks // 2)
+    runs = run_ranks(divided, ranks, choice, 2)
+    for tp_rank, weights, _ in runs:
+        for name, whole in want.items():
+            dim = DIVIDED.get(name)
+            mine = whole if dim is None else whole.chunk(2, dim)[tp_rank]
+            start = initial_values(SHAPES)[name]
+            before = start if dim is None else start.chunk(2, dim)[tp_rank]
+            tolerance = TOLERANCE.get(choice, 2e-5)
+            assert relative(weights[name] - before, mine - before) < tolerance, name
+    owned = [key for _, _, found in runs for key in found]
+    assert len(owned) == len(set(owned)) == len(want)
+
+
 def stacked() -> tuple[dict[Any, Any], Any]:
     shapes = {"g_experts": (3, 16, 24), "h_weight": (16, 24)}
     config = {**CONFIG, "optimizer": "normuon"}

@@ -12,7 +12,7 @@ import torch
 
 import megatron_lw
 from megatron_lw import dist_checkpointing
-from megatron_lw.errors import ConfigError
+from megatron_lw.errors import ConfigError, StateError
 from megatron_lw.optimizer.children.whole import WholeChild
 from tests.distributed.cases import build, initial_values, integer_grads, mean_grads
 from tests.harness import run_ranks
@@ -135,6 +135,35 @@ def test_shards_of_tensor_parallelism_are_stepped_as_one_matrix(ranks, tensor):
             rows = part.shape[0]
             start = (rank % tensor) * rows if rows < want.shape[0] else 0
             assert torch.equal(part, want[start : start + rows]), name
+
+
+def failing():
+    ddp, optimizer = build(SHAPES, config_of("nadam"), bucket_size=1500)
+    [child] = [c for c in optimizer.runtime.children if isinstance(c, WholeChild)]
+    owned = [matrix.param for bucket in child._buckets for matrix in bucket.owned]
+    before = {n: p.detach().clone() for n, p in ddp.module.named_parameters()}
+    if ddp.groups.dp.rank == 1:
+        optimizer_of = child._buckets[-1].owned or child._buckets[0].owned
+
+        def fail(closure=None):
+            raise MemoryError("injected")
+
+        optimizer_of[0].state.optimizer.step = fail
+    optimizer.zero_grad()
+    ddp(integer_grads(SHAPES, ddp.groups.dp.rank, 0)).backward()
+    try:
+        optimizer.step()
+    except StateError as error:
+        same = all(torch.equal(p.detach(), before[n]) for n, p in ddp.module.named_parameters())
+        return len(owned), str(error), same
+    return len(owned), "", False
+
+
+def test_an_optimizer_that_fails_on_one_rank_stops_all():
+    """Class bitwise for the weights: nothing is published, every rank names bucket and rank."""
+    for owned, message, same in run_ranks(failing, 2):
+        assert owned > 0 and same
+        assert "stage 'whole'" in message and "MemoryError: injected" in message
 
 
 def save(child: WholeChild, into: dict[str, Any]) -> None:

@@ -95,3 +95,33 @@ def test_update_has_singular_values_near_one():
     values = torch.linalg.svdvals((after - before) / 0.5)
     assert 0.9 < values[0] < 1.1
     assert values[1] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "steps", "lowest", "highest"),
+    [
+        ("simple", 5, 0.65, 1.21),
+        ("quintic", 5, 0.95, 1.05),
+        ("polar_express", 8, 0.99, 1.01),
+        ("aol", 4, 0.95, 1.05),
+        ("deepseekv4", 10, 0.99, 1.01),
+    ],
+)
+def test_singular_values_of_the_first_update_lie_in_the_interval_of_the_set(
+    coefficients, steps, lowest, highest
+):
+    """Class numerical: all of them, of Gaussian gradients, through the whole step in fp32."""
+    config = {"optimizer": "muon", "lr": 0.5, "weight_decay": 0.0, "clip_grad": 0.0,
+              "muon_scale_mode": "shape_scaling", "muon_fp32_matmul_prec": "highest",
+              "muon_coefficient_type": coefficients, "muon_num_ns_steps": steps}  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    given = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+    def gaussian(shapes, rank, step):
+        return given
+
+    before = {n: v.clone() for n, v in run_ours(config, 0, gaussian).items()}
+    after = run_ours(config, 1, gaussian)
+    for name, scale in (("a_weight", 1.0), ("b_weight", 2.0**0.5)):
+        values = torch.linalg.svdvals((after[name] - before[name]) / (0.5 * scale))
+        assert lowest < float(values.min()) <= float(values.max()) < highest, name
