@@ -19,7 +19,7 @@ from megatron_lw.dist_checkpointing.catalogue import Weight, weights
 from megatron_lw.dist_checkpointing.dtypes import CODES, dtype_of
 from megatron_lw.dist_checkpointing.headers import ALIGNMENT
 from megatron_lw.dist_checkpointing.reader import CheckpointReader, blocks
-from megatron_lw.dist_checkpointing.storage import FileStorage, Storage, write
+from megatron_lw.dist_checkpointing.storage import FileStorage, Storage, make_directory, write
 from megatron_lw.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -82,7 +82,7 @@ def export(
     found = weights(reader.manifest)
     if not found:
         raise CheckpointError(f"{reader.directory}: holds no weights to export")
-    storage.make_directory(target)
+    make_directory(storage, target)
     files = _divide(found, max_shard_nbytes)
     total = sum(_nbytes(weight) for weight in found)
     writer = _Writer(reader, total, progress)

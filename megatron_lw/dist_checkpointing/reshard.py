@@ -29,7 +29,7 @@ from megatron_lw.dist_checkpointing.merge import RankPart, WrittenPiece, merge
 from megatron_lw.dist_checkpointing.reader import CheckpointReader, blocks
 from megatron_lw.dist_checkpointing.reading import Read, carry_out, find_reads
 from megatron_lw.dist_checkpointing.snapshot import EXTRA
-from megatron_lw.dist_checkpointing.storage import Storage
+from megatron_lw.dist_checkpointing.storage import Storage, make_directory
 from megatron_lw.dist_checkpointing.target import RankTarget, TargetPlan, Wanted
 from megatron_lw.dist_checkpointing.values import Encoded, tensor_names
 from megatron_lw.errors import CheckpointError
@@ -89,7 +89,7 @@ def reshard(
     directory = step_directory(Path(dst), source.step)
     if reader.storage.list(directory):
         raise CheckpointError(f"{directory}: is there already; reshard to another directory")
-    reader.storage.make_directory(directory)
+    make_directory(reader.storage, directory)
     writer = _Writer(reader, source, directory, max_memory - FIXED_NBYTES, progress)
     parts = [
         replace(writer.write(plan.rank(rank), topology), extra=extras[rank])

@@ -170,6 +170,18 @@ def _after(views: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
+def make_directory(storage: Storage, path: Path) -> None:
+    """Make a directory with what is missing above it; nothing happens if it is there.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    try:
+        storage.make_directory(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be made: {error.strerror}") from error
+
+
 def read(storage: Storage, path: Path) -> bytes:
     """All bytes of a file.
 

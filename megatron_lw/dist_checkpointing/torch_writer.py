@@ -35,7 +35,7 @@ from megatron_lw.dist_checkpointing.manifest import (
     TensorRecord,
 )
 from megatron_lw.dist_checkpointing.snapshot import EXTRA
-from megatron_lw.dist_checkpointing.storage import FileStorage, Storage
+from megatron_lw.dist_checkpointing.storage import FileStorage, Storage, make_directory
 from megatron_lw.dist_checkpointing.values import Encoded, encode
 from megatron_lw.errors import CheckpointError
 from megatron_lw.optimizer.boxes import Box
@@ -114,7 +114,7 @@ class TorchWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Tell each rank its number, and make the directory; on the coordinator."""
-        self._storage.make_directory(self._directory)
+        make_directory(self._storage, self._directory)
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

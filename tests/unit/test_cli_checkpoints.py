@@ -108,6 +108,10 @@ def test_reshard_writes_a_checkpoint_that_verifies(
     manifest = read_manifest(tmp_path / "out" / saved.name)
     assert manifest.topology["pp"] == 2 and manifest.topology["world"] == 4
     assert "4 ranks" in capsys.readouterr().out
+    (tmp_path / "file").touch()
+    for command in ("reshard", "export"):
+        assert main([command, str(saved), str(tmp_path / "file" / "below")]) == 2
+        assert "cannot be made" in capsys.readouterr().err
     assert main(["reshard", str(saved), str(saved.parent)]) == 2
     assert "is there already" in capsys.readouterr().err
 
