@@ -121,7 +121,8 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         file = (page.parent / name) if name else page
         assert file.is_file(), target
-        titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+        text = file.read_text() if file.suffix == ".md" else ""  # a picture has no titles
+        titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
         anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
         assert not anchor or anchor in anchors, target
 
