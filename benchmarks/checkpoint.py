@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
     layers = QUICK_LAYERS if options.quick else LAYERS
-    report = measure(layers, 2 if options.quick else 5, options.directory)
+    report = measure(layers, 2 if options.quick else 3, options.directory)
     show(report)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2))

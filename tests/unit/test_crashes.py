@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from megatron_lw.dist_checkpointing.commit import commit
 from megatron_lw.dist_checkpointing.directory import (
+    checkpoints,
     clean,
     latest,
     leftovers,
@@ -21,32 +22,38 @@ from megatron_lw.dist_checkpointing.manifest import Manifest
 from megatron_lw.dist_checkpointing.storage import FileStorage
 from megatron_lw.dist_checkpointing.verify import verify
 from tests.checkpoint_files import STEP, write_checkpoint, write_files
-from tests.crash_storage import MemoryStorage, crashes
+from tests.crash_storage import Content, MemoryStorage, crashes
 
 ROOT = Path("/runs/first")
-SAMPLES = 4
-
-Save = Callable[[MemoryStorage], None]
+SAMPLES = 3
 
 
-def save(storage: MemoryStorage, step: int, seed: int) -> None:
+def save(storage: MemoryStorage, step: int, seed: int, *, tidy: bool = True) -> None:
     """As all ranks together do it."""
     directory = step_directory(ROOT, step)
     storage.make_directory(directory)
     manifest = write_files(storage, directory, step=step, seed=seed)
     commit(storage, directory, manifest)
-    clean(ROOT, storage)
-    prune(ROOT, 1, storage)
+    if tidy:
+        clean(ROOT, storage)
+        prune(ROOT, 1, storage)
 
 
 def newest(storage: MemoryStorage) -> Manifest | None:
-    """The newest checkpoint, verified."""
-    directory = latest(ROOT, storage)
-    if directory is None:
-        return None
-    report = verify(ROOT, storage=storage)
-    assert report.problems == ()
-    return read_manifest(directory, storage)
+    """The newest checkpoint; it and all others are verified."""
+    names = storage.names.items()
+    return _newest(frozenset((path, content and content.data) for path, content in names))
+
+
+@cache  # most crashes leave what another has left
+def _newest(names: frozenset[tuple[Path, bytes | None]]) -> Manifest | None:
+    storage = MemoryStorage(
+        {path: None if data is None else Content(data, len(data)) for path, data in names}
+    )
+    found = checkpoints(ROOT, storage)
+    assert [verify(each, storage=storage).problems for each in found] == [()] * len(found)
+    assert latest(ROOT, storage) == (found[-1] if found else None)
+    return read_manifest(found[-1], storage) if found else None
 
 
 def flushed(storage: MemoryStorage) -> MemoryStorage:
@@ -89,24 +96,27 @@ def test_a_crash_leaves_the_old_or_the_new_checkpoint(old: bool, step: int, seed
     assert partly > 10 and len(after.operations) > 15
 
 
-def test_a_second_crash_while_cleaning_up_is_no_worse() -> None:
-    """A killed process left renames that are not flushed; then the machine goes down."""
+@pytest.mark.parametrize("step", [STEP, STEP + 1])
+def test_what_a_killed_process_left_survives_the_next_crash(step: int) -> None:
+    """It left names that are not flushed; another process goes on; then the machine goes down."""
     before = MemoryStorage()
     save(before, STEP, 0)
     earlier = newest(before)
     after = flushed(before)
-    save(after, STEP, 1)
+    save(after, step, 1)
     later = newest(after)
     chance = random.Random(0)
     for count in range(len(after.operations) + 1):
-        killed = MemoryStorage(dict(before.names))
         operations = after.operations[:count]
-        *_, (_, left) = crashes(before, operations, chance, 0)
-        killed = flushed(left)
-        clean(ROOT, killed)
-        again = [*operations, *killed.operations]
-        for moment, twice in crashes(before, again, chance, SAMPLES):
-            assert newest(twice) in (earlier, later), (count, moment)
+        *_, (_, killed) = crashes(before, operations, chance, 0)  # all kept, but not flushed
+        tidied, saved = (MemoryStorage(dict(killed.names)) for _ in range(2))
+        clean(ROOT, tidied)
+        prune(ROOT, 1, tidied)
+        for moment, left in crashes(before, [*operations, *tidied.operations], chance, 2):
+            assert newest(left) in (earlier, later), (count, moment)
+        save(saved, step, 1, tidy=False)
+        *_, (_, lost), _, _ = crashes(before, [*operations, *saved.operations], chance, 0)
+        assert newest(lost) == later, f"{count}: a save that has returned is lost"
 
 
 @pytest.mark.parametrize("left_out", ["flush", "flush_directory"])
