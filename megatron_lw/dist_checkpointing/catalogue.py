@@ -6,6 +6,7 @@ A weight that is stepped has no bytes of its own: it is its fp32 master, cast to
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ def weights(manifest: Manifest) -> tuple[Weight, ...]:
     """Every weight and buffer, each logical one once, in natural order of names.
 
     Raises:
-        CheckpointError: a stepped parameter has no master.
+        CheckpointError: a stepped parameter has no master, or two weights have one name.
     """
     masters = {r.name: r for r in manifest.tensors if r.state == MASTER}
     found = [_stepped(param, masters) for param in manifest.params]
@@ -69,6 +70,9 @@ def weights(manifest: Manifest) -> tuple[Weight, ...]:
         for record in manifest.tensors
         if record.state == VALUE and is_of_model(record)
     ]
+    for name, count in Counter(n for w in found for n in (w.name, *w.aliases)).items():
+        if count > 1:
+            raise CheckpointError(f"{name!r} names {count} weights or buffers of the checkpoint")
     return tuple(sorted(found, key=lambda weight: natural_key(weight.name)))
 
 

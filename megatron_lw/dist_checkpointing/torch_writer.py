@@ -179,6 +179,10 @@ class _Content:
     def add(self, item: WriteItem) -> tuple[list[int], Encoded]:
         """Take an item of a plan; returns the places of its tensors, and what is no tensor."""
         key, first = item.index.fqn, len(self.tensors)
+        if key.startswith(EXTRA):
+            raise CheckpointError(
+                f"{key!r}: names of tensors inside values begin with {EXTRA!r}; rename the key"
+            )
         value: Encoded = None
         if item.type == WriteItemType.BYTE_IO:
             value = encode(

@@ -55,6 +55,12 @@ def test_a_tied_weight_is_written_once(saved: Path, tmp_path: Path) -> None:
         assert opened.metadata() == {"format": "pt", **done.aliases}
 
 
+def test_two_weights_of_one_name_are_refused(saved: Path, tmp_path: Path) -> None:
+    small.add_copy(saved, "frozen")
+    with pytest.raises(CheckpointError, match="'frozen' names 2 weights or buffers"):
+        export(saved, tmp_path / "out")
+
+
 def test_files_are_divided_with_an_index_and_hold_the_same(saved: Path, tmp_path: Path) -> None:
     done = export(saved.parent, tmp_path / "out", max_shard_nbytes=130)
     assert len(done.files) > 2

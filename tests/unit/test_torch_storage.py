@@ -221,6 +221,8 @@ def test_what_cannot_be_saved_is_named_and_nothing_committed(tmp_path: Path) -> 
         "schedule.rule: builtin_function_or_method cannot be saved",
         lambda: save(state, storage_writer=writer),
     )
+    state = {"extra/w": torch.ones(1)}
+    refused("'extra/w': names of tensors inside values", lambda: save(state, storage_writer=writer))
     assert not list(tmp_path.rglob(MANIFEST))
 
 
