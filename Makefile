@@ -4,7 +4,7 @@ PYTHONS := python3.11 python3.12 python3.13 python3
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: setup demo test fuzz lint bench clean
+.PHONY: setup demo test fuzz mutants lint bench clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -39,6 +39,10 @@ fuzz: $(STAMP)
 	$(PY) -m tests.killed_saves out/fuzz --rounds 200 --seed $(SEED)
 	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest tests/properties/test_parallel_properties.py \
 		--hypothesis-seed=$(SEED)
+
+# Faults put in on purpose, one at a time, each of which a test must find; about ten minutes.
+mutants: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m tests.mutants
 
 lint: $(STAMP)
 	@failed=0; \

@@ -1,0 +1,1 @@
+"""Faults put into the library on purpose, each of which a test must find: `make mutants`."""
