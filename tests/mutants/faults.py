@@ -220,8 +220,8 @@ FAULTS = (
         "checkpoint",
         "weights are not published after a load",
         "optimizer/step.py",
-        "                chunk.publish()\n                chunk.finish_param_sync()\n",
-        "                pass\n",
+        "            self._publish(Kept())\n",
+        "",
         (_RESUME,),
     ),
     Fault(
