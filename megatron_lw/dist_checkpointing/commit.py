@@ -13,7 +13,7 @@ from megatron_lw.dist_checkpointing.directory import (
 )
 from megatron_lw.dist_checkpointing.manifest import Manifest
 from megatron_lw.dist_checkpointing.manifest_json import to_bytes
-from megatron_lw.dist_checkpointing.storage import Storage, write
+from megatron_lw.dist_checkpointing.storage import Storage, file_errors, write
 from megatron_lw.errors import CheckpointError
 
 
@@ -34,7 +34,7 @@ def commit(storage: Storage, directory: Path, manifest: Manifest) -> None:
     """
     check_manifest(manifest)
     require_step(directory, manifest)
-    try:
+    with file_errors(directory, "committed"):
         for file in manifest.files:
             _require_file(storage, directory / file.name, file.nbytes)
         if MANIFEST_TEMPORARY in storage.list(directory):
@@ -46,8 +46,6 @@ def commit(storage: Storage, directory: Path, manifest: Manifest) -> None:
         for path in superseded(directory, manifest, storage):
             storage.remove(path)
         storage.flush_directory(directory)
-    except OSError as error:
-        raise CheckpointError(f"{directory}: cannot be committed: {error}") from error
 
 
 def _require_file(storage: Storage, path: Path, nbytes: int) -> None:

@@ -22,7 +22,7 @@ import torch
 from megatron_lw.dist_checkpointing.dtypes import CODES, dtype_name
 from megatron_lw.dist_checkpointing.headers import Entry, file_order, header
 from megatron_lw.dist_checkpointing.manifest import CHUNK_NBYTES, FileRecord
-from megatron_lw.dist_checkpointing.storage import Storage, WritableFile
+from megatron_lw.dist_checkpointing.storage import Storage, WritableFile, file_errors
 from megatron_lw.errors import CheckpointError
 
 _SLOTS = 4
@@ -128,7 +128,7 @@ def write_data_file(
         offsets[i] = nbytes
         nbytes += entries[i].nbytes
     temporary = directory / temporary_name(rank)
-    try:
+    with file_errors(temporary, "written"):
         file = storage.create(temporary)
         try:
             checksums = _write(file, start, [blobs[i] for i in order])
@@ -137,8 +137,6 @@ def write_data_file(
         name = file_name(rank, nbytes, checksums)
         storage.replace(temporary, directory / name)
         storage.flush_directory(directory)
-    except OSError as error:
-        raise CheckpointError(f"{temporary}: cannot be written: {error}") from error
     record = FileRecord(name=name, rank=rank, nbytes=nbytes, checksums=checksums)
     return WrittenFile(record=record, offsets=tuple(offsets))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_lw.dist_checkpointing.coverage import check_manifest
 from megatron_lw.dist_checkpointing.manifest import Manifest
 from megatron_lw.dist_checkpointing.manifest_json import DATA_FILE, from_bytes
-from megatron_lw.dist_checkpointing.storage import FileStorage, Storage, read
+from megatron_lw.dist_checkpointing.storage import FileStorage, Storage, file_errors, read
 from megatron_lw.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
@@ -104,6 +104,7 @@ def prune(root: Path, keep_last: int, storage: Storage) -> list[Path]:
 
     Raises:
         ConfigError: `keep_last` is below 1.
+        CheckpointError: one cannot be removed.
     """
     if keep_last < 1:
         raise ConfigError(f"keep_last={keep_last}; keep at least the newest checkpoint")
@@ -111,11 +112,13 @@ def prune(root: Path, keep_last: int, storage: Storage) -> list[Path]:
     old, kept = found[:-keep_last], found[-keep_last:]
     if old:
         for each in (*kept, root):
-            storage.flush_directory(each)
+            with file_errors(each, "flushed"):
+                storage.flush_directory(each)
     for directory in old:
-        storage.remove(directory / MANIFEST)
-        storage.flush_directory(directory)
-        _remove(directory, _uncommitted(directory, storage), storage)
+        with file_errors(directory, "removed"):
+            storage.remove(directory / MANIFEST)
+            storage.flush_directory(directory)
+            _remove(directory, _uncommitted(directory, storage), storage)
     return old
 
 
@@ -136,13 +139,17 @@ def clean(root: Path, storage: Storage) -> list[Path]:
 
     Returns:
         What was removed.
+
+    Raises:
+        CheckpointError: something cannot be removed.
     """
     removed: list[Path] = []
     for directory in _step_directories(root, storage):
         found = _leftovers(directory, storage)
         if found:
-            storage.flush_directory(directory)
-            _remove(directory, found, storage)
+            with file_errors(directory, "tidied up"):
+                storage.flush_directory(directory)
+                _remove(directory, found, storage)
             removed += found
     return removed
 

@@ -17,7 +17,7 @@ from megatron_lw.dist_checkpointing.data_file import Blob, write_data_file
 from megatron_lw.dist_checkpointing.directory import clean, prune, step_directory
 from megatron_lw.dist_checkpointing.merge import RankPart, WrittenPiece, merge
 from megatron_lw.dist_checkpointing.snapshot import Snapshot, Stateful, take_snapshot
-from megatron_lw.dist_checkpointing.storage import FileStorage, Storage
+from megatron_lw.dist_checkpointing.storage import FileStorage, Storage, make_directory
 from megatron_lw.distributed.agreement import attempt
 from megatron_lw.distributed.collectives import gather_objects
 from megatron_lw.distributed.group import Group
@@ -133,7 +133,7 @@ def write_snapshot(
 
     def prepare() -> None:
         if first:
-            storage.make_directory(directory)
+            make_directory(storage, directory)
 
     def publish() -> None:
         if gathered is not None:

@@ -9,7 +9,8 @@ after.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -170,16 +171,28 @@ def _after(views: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
+@contextmanager
+def file_errors(path: Path, action: str) -> Iterator[None]:
+    """Turn an error of the file system into a `CheckpointError`.
+
+    Args:
+        path: what is worked on.
+        action: what cannot be done with it, such as "read".
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be {action}: {error.strerror or error}") from error
+
+
 def make_directory(storage: Storage, path: Path) -> None:
     """Make a directory with what is missing above it; nothing happens if it is there.
 
     Raises:
         CheckpointError: it cannot be made.
     """
-    try:
+    with file_errors(path, "made"):
         storage.make_directory(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be made: {error.strerror}") from error
 
 
 def read(storage: Storage, path: Path) -> bytes:
@@ -188,15 +201,13 @@ def read(storage: Storage, path: Path) -> bytes:
     Raises:
         CheckpointError: it cannot be opened or read.
     """
-    try:
+    with file_errors(path, "read"):
         file = storage.open(path)
         try:
             content = bytearray(file.size())
             file.read_into(0, memoryview(content))
         finally:
             file.close()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     return bytes(content)
 
 
@@ -206,12 +217,10 @@ def write(storage: Storage, path: Path, content: bytes) -> None:
     Raises:
         CheckpointError: it is there, or it cannot be written.
     """
-    try:
+    with file_errors(path, "written"):
         file = storage.create(path)
         try:
             file.write([memoryview(content)])
             file.flush()
         finally:
             file.close()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from error

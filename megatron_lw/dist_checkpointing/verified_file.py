@@ -10,7 +10,7 @@ import torch
 
 from megatron_lw.dist_checkpointing.headers import placed
 from megatron_lw.dist_checkpointing.manifest import CHUNK_NBYTES, FileRecord, Manifest
-from megatron_lw.dist_checkpointing.storage import Storage
+from megatron_lw.dist_checkpointing.storage import Storage, file_errors
 from megatron_lw.errors import CheckpointError
 
 Contents = Callable[[int, int], str]
@@ -49,10 +49,8 @@ class VerifiedFile:
         self._record = record
         self._contents = contents
         self._cache: dict[int, memoryview] = {}
-        try:
+        with file_errors(self._path, "opened"):
             self._file = storage.open(self._path)
-        except OSError as error:
-            raise CheckpointError(f"{self._path}: cannot be opened: {error.strerror}") from error
         size = self._file.size()
         if size != record.nbytes:
             self._file.close()
@@ -133,10 +131,8 @@ class VerifiedFile:
 
     def _read_chunk(self, chunk: int, out: memoryview) -> None:
         start = chunk * CHUNK_NBYTES
-        try:
+        with file_errors(self._path, "read"):
             self._file.read_into(start, out)
-        except OSError as error:
-            raise CheckpointError(f"{self._path}: cannot be read: {error.strerror}") from error
         found, expected = zlib.crc32(out), self._record.checksums[chunk]
         if found != expected:
             holds = self._contents(start, start + out.nbytes) if self._contents else ""

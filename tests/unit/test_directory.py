@@ -141,3 +141,22 @@ def test_leftovers_are_found_and_cleaned_and_nothing_else(tmp_path: Path) -> Non
 def _made(directory: Path) -> Path:
     STORAGE.make_directory(directory)
     return directory
+
+
+@pytest.mark.parametrize("fails", ["remove", "flush_directory", "remove_directory"])
+def test_what_cannot_be_removed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    for step in (1, 2):
+        write_checkpoint(STORAGE, tmp_path, step=step)
+    write_files(STORAGE, _made(step_directory(tmp_path, 3)))
+    storage = FileStorage()
+    monkeypatch.setattr(storage, fails, refuse)
+    with pytest.raises(CheckpointError, match=r"step-0000000003: cannot be tidied up: Permission"):
+        clean(tmp_path, storage)
+    with pytest.raises(CheckpointError, match=r"cannot be (removed|flushed): Permission denied"):
+        prune(tmp_path, 1, storage)
+    assert latest(tmp_path) == step_directory(tmp_path, 2)
