@@ -62,13 +62,13 @@ class OptimizerConfig:
 
     # Precision
     fp8_recipe: str | None = None
-    """No effect: quantised weights are not supported yet."""
+    """No effect: each quantised weight has its own recipe, see `fp8.quantize_model`."""
     fp16: bool = False
     """Whether half-precision weights are FP16; the loss must then go through `scale_loss`."""
     bf16: bool = False
     """Whether half-precision weights are BF16; each keeps an fp32 master."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
-    """Refused: gather quantised weights through the gradient storage."""
+    """No effect: quantised weights are always gathered in the gradient storage."""
     params_dtype: torch.dtype = torch.float32
     """dtype the weights were made in; must not contradict `bf16`, and decides nothing else."""
     use_precision_aware_optimizer: bool = False

@@ -30,8 +30,6 @@ from megatron_lw.field_status import (
 _FSDP = "read only with use_megatron_fsdp, which is refused"
 _NCCL_UB = "read only with nccl_ub, which is refused"
 _USE_FSDP = "states are spread by rows of buckets, not by FSDP units"
-_FP8 = "FP8 and FP4 weights are not supported yet"
-_KEEP_BF16 = "drop it and keep the weights in BF16"
 _FP32_SUM = "sums in fp32 come with fp32 gradient storage"
 _USE_FP32 = "drop it and leave grad_reduce_in_fp32 at True"
 # Frames between warn_ignored and the line that built the configuration: warn_ignored itself,
@@ -75,9 +73,13 @@ DDP_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         "average_in_collective": honoured(
             flag(), "the collective averages, instead of a division of the summed row"
         ),
-        "fp8_param_gather": refused(_FP8, _KEEP_BF16),
-        "fp4_param_gather": refused(_FP8, _KEEP_BF16),
-        "reuse_grad_buf_for_mxfp8_param_ag": refused(_FP8, _KEEP_BF16),
+        "fp8_param_gather": honoured(
+            flag(), "quantised weights travel as FP8 where that is fewer bytes; False: as BF16"
+        ),
+        "fp4_param_gather": refused("FP4 weights are not supported", "drop it"),
+        "reuse_grad_buf_for_mxfp8_param_ag": no_effect(
+            "quantised weights are always gathered in the gradient storage"
+        ),
         "use_megatron_fsdp": refused(_USE_FSDP, "drop it"),
         "use_custom_fsdp": refused(_USE_FSDP, "drop it"),
         "data_parallel_sharding_strategy": no_effect(_FSDP),
@@ -153,11 +155,15 @@ class DDPConfig:
     average_in_collective: bool = False
     """Whether the collective averages; sums of integers may then differ in the last bit."""
     fp8_param_gather: bool = False
-    """Refused: FP8 weights, gathered as FP8."""
+    """Whether quantised weights travel as FP8 where that is fewer bytes, else as BF16.
+
+    The weights are the same, bit by bit. Which weights are quantised the model says, see
+    `fp8.quantize_model`.
+    """
     fp4_param_gather: bool = False
-    """Refused: FP4 weights, gathered as FP4."""
+    """Refused: FP4 weights."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
-    """Refused: gather quantised weights through the gradient storage."""
+    """No effect: quantised weights are always gathered in the gradient storage."""
     use_megatron_fsdp: bool = False
     """Refused: Megatron's FSDP."""
     use_custom_fsdp: bool = False

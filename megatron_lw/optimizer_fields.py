@@ -65,11 +65,11 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         "apply_wd_to_qk_layernorm": honoured(
             flag(), "standard_overrides then leaves decay on the layer norms of queries and keys"
         ),
-        "fp8_recipe": no_effect("quantised weights are not supported yet"),
+        "fp8_recipe": no_effect("each quantised weight has its own recipe"),
         "fp16": honoured(flag(), "half-precision weights are FP16, trained with a scaled loss"),
         "bf16": honoured(flag(), "half-precision weights are BF16; each has an fp32 master"),
-        "reuse_grad_buf_for_mxfp8_param_ag": refused(
-            "FP8 weights are not supported yet", "drop it and keep the weights in BF16"
+        "reuse_grad_buf_for_mxfp8_param_ag": no_effect(
+            "quantised weights are always gathered in the gradient storage"
         ),
         "params_dtype": honoured(
             one_of(torch.float32, torch.bfloat16, torch.float16),

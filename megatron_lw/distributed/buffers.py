@@ -16,6 +16,8 @@ from torch import nn
 from megatron_lw.distributed.collectives import Handle, own_row
 from megatron_lw.distributed.group import Group
 from megatron_lw.errors import StateError
+from megatron_lw.fp8.kinds import address, is_quantised, stored
+from megatron_lw.fp8.weights import group_by_recipe
 from megatron_lw.optimizer.describe import bind_main_grad
 from megatron_lw.optimizer.layout import BucketLayout, Slot
 
@@ -28,6 +30,7 @@ class GradState(Enum):
     REDUCING = "gradients on their way to their rows"
     REDUCED = "this rank's row of reduced gradients"
     SPENT = "a row that a step has used"
+    WEIGHTS = "weights that are being gathered"
 
 
 class WeightState(Enum):
@@ -53,6 +56,7 @@ class BucketBuffer:
             parallelism.
         grads: gradient storage, grad dtype, `[layout.numel]`.
         grad_state: what `grads` holds.
+        quantised: the quantised weights, by recipe.
         weight_state: how the weights relate to the masters.
         handle: the reduce under way.
         failure: why that reduce should not have been started.
@@ -92,8 +96,10 @@ class BucketBuffer:
             name: self.grads[start : start + param.numel()].view(param.shape)
             for (name, param), start in zip(self._params.items(), layout.offsets, strict=True)
         }
+        self._after_gather = GradState.EMPTY
         self.weights = self._adopt_weights()
-        self._addresses = [(n, p, p.data_ptr()) for n, p in self._params.items()]
+        self.quantised = group_by_recipe(self._params)
+        self._addresses = [(n, p, address(p)) for n, p in self._params.items()]
         for name, param in self._params.items():
             bind_main_grad(param, self._main_grads[name])
 
@@ -118,8 +124,8 @@ class BucketBuffer:
         Raises:
             StateError: a parameter left the storage, was frozen, or has a gradient elsewhere.
         """
-        for name, param, address in self._addresses:
-            if param.data_ptr() != address:
+        for name, param, place in self._addresses:
+            if address(param) != place:
                 raise StateError(
                     f"parameter {name!r} no longer lies in its bucket (it was moved, cast or "
                     "assigned to after the optimizer was built); copy values in place instead"
@@ -135,10 +141,24 @@ class BucketBuffer:
                 )
 
     def weight_tensors(self) -> list[torch.Tensor]:
-        """The weights, in as few tensors as hold them."""
+        """The weights, in as few tensors as hold them; of quantised ones their planes."""
         if self.weights is not None:
             return [self.weights]
-        return [param.detach() for param in self._params.values()]
+        plain = [param.detach() for param in self._params.values() if not is_quantised(param)]
+        return plain + [t for group in self.quantised for t in group.planes.tensors().values()]
+
+    def initial_values(self) -> list[torch.Tensor]:
+        """What quantised weights were before, where that is kept."""
+        params = (param for group in self.quantised for param in group.params.values())
+        return [param.initial for param in params if param.initial is not None]
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """Label -> each tensor of which a weight consists."""
+        return {
+            label: tensor
+            for name, param in self._params.items()
+            for label, tensor in stored(f"parameter {name!r}", param).items()
+        }
 
     def row_slots(self) -> Iterator[tuple[str, Slot]]:
         """Name and slot of each parameter that has elements in this rank's row."""
@@ -204,6 +224,9 @@ class BucketBuffer:
         Raises:
             StateError: it was used already, or is not reduced.
         """
+        if self.grad_state is GradState.WEIGHTS and discard:
+            self._after_gather = GradState.SPENT
+            return
         if discard:
             self.handle.wait()
             self.failure = None
@@ -212,12 +235,33 @@ class BucketBuffer:
         self.grad_state = GradState.SPENT
 
     def clear(self) -> None:
-        """Zero the gradients, waiting for a reduce under way first."""
+        """Zero the gradients, waiting for a reduce under way first; once they have, if lent."""
         self.handle.wait()
         self.failure = None
+        if self.grad_state is GradState.WEIGHTS:
+            self._after_gather = GradState.EMPTY
+            return
         if self.grad_state is not GradState.EMPTY:
             self.grads.zero_()
             self.grad_state = GradState.EMPTY
+
+    def lend(self) -> torch.Tensor | None:
+        """Lend the gradient storage to a gather of weights; None while it holds gradients.
+
+        Returns:
+            uint8, all of it. Aliases `grads`; until `take_back`.
+        """
+        if self.grad_state not in (GradState.EMPTY, GradState.SPENT):
+            return None
+        self._after_gather, self.grad_state = self.grad_state, GradState.WEIGHTS
+        return self.grads.view(torch.uint8)
+
+    def take_back(self) -> None:
+        """End the loan: zeros, where zeros were lent or asked for in the meantime."""
+        if self.grad_state is GradState.WEIGHTS:
+            self.grad_state = self._after_gather
+            if self.grad_state is GradState.EMPTY:
+                self.grads.zero_()
 
     def _expect(self, state: GradState, what: str) -> None:
         if self.grad_state is not state:
@@ -233,15 +277,16 @@ class BucketBuffer:
             The weight storage with one row a rank, where all parameters have one dtype; None where
             they differ: such a bucket travels in a packed wire (see `gather.py`).
         """
-        dtypes = {param.dtype for param in self._params.values()}
-        if len(dtypes) == 1:
+        plain = [param for param in self._params.values() if not is_quantised(param)]
+        dtypes = {param.dtype for param in plain}
+        if len(dtypes) == 1 and len(plain) == len(self._params):
             like = self._params[self.names[0]]
             weights = torch.zeros(self.layout.numel, dtype=like.dtype, device=like.device)
             for param, start in zip(self._params.values(), self.layout.offsets, strict=True):
                 _move(param, weights[start : start + param.numel()])
             return weights
         for dtype in dtypes:
-            members = [p for p in self._params.values() if p.dtype == dtype]
+            members = [param for param in plain if param.dtype == dtype]
             sizes = [p.numel() for p in members]
             flat = torch.empty(sum(sizes), dtype=dtype, device=members[0].device)
             for param, part in zip(members, flat.split(sizes), strict=True):

@@ -19,11 +19,12 @@ from megatron_lw.ddp_config import DDPConfig
 from megatron_lw.distributed import reduce
 from megatron_lw.distributed.agreement import Kept
 from megatron_lw.distributed.buffers import BucketBuffer, GradState
-from megatron_lw.distributed.gather import Publisher
+from megatron_lw.distributed.gather import Publisher, return_storage
 from megatron_lw.distributed.hooks import OverlappedGather, OverlappedReduce
 from megatron_lw.distributed.inert import Hook, weakly
 from megatron_lw.distributed.replicate import replicate
 from megatron_lw.errors import ConfigError, StateError
+from megatron_lw.fp8.quantise import History
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer.describe import Holder, take_gradient, take_hold
 from megatron_lw.optimizer.names import NameMap
@@ -78,6 +79,7 @@ class DistributedDataParallel(nn.Module):
         self._stale = False
         self._holder = Holder()
         self.masters_newer = False
+        self._history: History = "advance"
         self.broken: str | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,6 +217,7 @@ class DistributedDataParallel(nn.Module):
         self.require_sync()
         if self._started:
             return
+        return_storage(self._publishers)
         if self._overlapped_reduce is None:
             for bucket in self._buckets:
                 reduce.start_reduce(bucket, async_op=True)
@@ -266,6 +269,7 @@ class DistributedDataParallel(nn.Module):
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply what the gradient storage holds: whole buckets before the reduce, rows after."""
+        return_storage(self._publishers)
         for bucket in self._buckets:
             bucket.handle.wait()
             reduced = bucket.grad_state in (GradState.REDUCED, GradState.SPENT)
@@ -283,11 +287,12 @@ class DistributedDataParallel(nn.Module):
         """
         if self.broken is not None:
             raise StateError(f"the masters cannot be published: {self.broken}")
-        self.masters_newer = False
+        history: History = self._history if self.masters_newer else "keep"
+        self.masters_newer, self._history = False, "advance"
         kept = Kept()
         for publisher in reversed(self._publishers):
             with kept.keeping(publisher.bucket.label):
-                publisher.start()
+                publisher.start(history)
         if self._overlapped_gather is None:
             self.finish_param_sync()
         kept.raise_kept()
@@ -325,7 +330,7 @@ class DistributedDataParallel(nn.Module):
         """Take the masters, which were loaded, as newest; to be published next."""
         self.broken = None
         self._stale = False
-        self.masters_newer = True
+        self.masters_newer, self._history = True, "restart"
         self.zero_grad_buffer()
 
     def broadcast_params(self) -> None:

@@ -4,17 +4,21 @@ Three functions do it, in this order for each bucket, whether or not anything ov
 casts the row and sends it, `wait` waits, `land` copies what arrived into the model. A bucket whose
 parameters have one dtype is gathered in place, in its weight storage, and has nothing to land. A
 bucket of several dtypes travels packed: each row is the bytes of its slots, one after another, each
-in its own dtype (an FP32 weight stays FP32), all rows padded to the longest.
+in its own dtype (an FP32 weight stays FP32), all rows padded to the longest. A bucket with
+quantised weights travels as `fp8.wire` says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
-from megatron_lw.distributed.buffers import BucketBuffer, WeightState
-from megatron_lw.distributed.collectives import Handle, all_gather_rows, own_row
+from megatron_lw.distributed.buffers import BucketBuffer, GradState, WeightState
+from megatron_lw.distributed.collectives import Handle, all_gather_rows, all_reduce, own_row
+from megatron_lw.fp8.quantise import History
+from megatron_lw.fp8.wire import QuantisedWire
 from megatron_lw.optimizer.layout import Slot
 from megatron_lw.optimizer.masters import MasterRow
 
@@ -28,7 +32,14 @@ class Wire(Protocol):
     def buffer(self) -> torch.Tensor:
         """What is gathered: `[D * row]`, this rank's row filled by `stage`."""
 
-    def stage(self, master: torch.Tensor) -> None:
+    @property
+    def maxima(self) -> torch.Tensor | None:
+        """What the ranks must agree on between `measure` and `stage`; None if nothing."""
+
+    def measure(self, master: torch.Tensor) -> None:
+        """Provide the buffer, and find the maxima of this rank's row."""
+
+    def stage(self, master: torch.Tensor, history: History) -> None:
         """Cast the fp32 master row into this rank's row of the buffer."""
 
     def land(self) -> None:
@@ -38,11 +49,16 @@ class Wire(Protocol):
 class InPlaceWire:
     """The weight storage itself, for a bucket of one dtype."""
 
+    maxima: torch.Tensor | None = None
+
     def __init__(self, bucket: BucketBuffer, weights: torch.Tensor) -> None:
         self.buffer = weights
         self._row = own_row(weights, bucket.group)
 
-    def stage(self, master: torch.Tensor) -> None:
+    def measure(self, master: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def stage(self, master: torch.Tensor, history: History) -> None:
         """Cast the row; a cast from fp32 rounds to nearest even."""
         self._row.copy_(master)
 
@@ -52,6 +68,8 @@ class InPlaceWire:
 
 class PackedWire:
     """A byte buffer for a bucket of several dtypes."""
+
+    maxima: torch.Tensor | None = None
 
     def __init__(self, bucket: BucketBuffer) -> None:
         self._own: list[tuple[Slot, torch.Tensor]] = []
@@ -72,7 +90,10 @@ class PackedWire:
                 if row == bucket.group.rank:
                     self._own.append((slot, wire))
 
-    def stage(self, master: torch.Tensor) -> None:
+    def measure(self, master: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def stage(self, master: torch.Tensor, history: History) -> None:
         """Cast each slot of the row to its parameter's dtype."""
         for slot, wire in self._own:
             wire.copy_(master[slot.row_start : slot.row_start + slot.numel])
@@ -83,8 +104,15 @@ class PackedWire:
             place.copy_(wire)
 
 
-def wire_for(bucket: BucketBuffer) -> Wire:
-    """The cheapest wire that gives every rank `dtype(master)` for each parameter."""
+def wire_for(bucket: BucketBuffer, fp8_gather: bool = False) -> Wire:
+    """The cheapest wire that gives every rank `dtype(master)` for each parameter.
+
+    Args:
+        bucket: what it holds.
+        fp8_gather: whether FP8 travels for quantised weights where that is cheaper than BF16.
+    """
+    if bucket.quantised:
+        return QuantisedWire(bucket, fp8_gather)
     if bucket.weights is not None:
         return InPlaceWire(bucket, bucket.weights)
     return PackedWire(bucket)
@@ -93,10 +121,10 @@ def wire_for(bucket: BucketBuffer) -> Wire:
 class Publisher:
     """Publishes one bucket: master row, wire and the bucket's state together."""
 
-    def __init__(self, master: MasterRow) -> None:
+    def __init__(self, master: MasterRow, *, fp8_gather: bool = False) -> None:
         self.master = master
         self.bucket = master.bucket
-        self.wire = wire_for(master.bucket)
+        self.wire = wire_for(master.bucket, fp8_gather)
         self.handle = Handle()
 
     @property
@@ -105,15 +133,23 @@ class Publisher:
         return self.bucket.weight_state is WeightState.GATHERING
 
     @torch.no_grad()
-    def start(self) -> None:
+    def start(self, history: History = "keep") -> None:
         """Cast this rank's row and send it; an earlier gather is landed first.
 
-        Collective: all-gather over the bucket's reduce group; returns before it is done.
+        Args:
+            history: whether the masters are a further update, which delayed scales follow.
+
+        Collective: all-gather over the bucket's reduce group; returns before it is done. Before it
+        an all-reduce (max) where ranks must agree on the maxima of blocks.
         """
         self.handle.wait()
         try:
-            self.wait_and_land()
-            self.wire.stage(self.master.row)
+            try:
+                self.wait_and_land()
+                self.wire.measure(self.master.row)
+            finally:
+                self._agree_on_maxima()
+            self.wire.stage(self.master.row, history)
         finally:  # other ranks wait for it
             self.bucket.weight_state = WeightState.GATHERING
             self.handle = all_gather_rows(
@@ -123,6 +159,11 @@ class Publisher:
                 label=f"publish {self.bucket.label}",
             )
 
+    def _agree_on_maxima(self) -> None:
+        maxima = self.wire.maxima
+        if maxima is not None and maxima.numel():
+            all_reduce(maxima, self.bucket.group, "max", label=f"maxima of {self.bucket.label}")
+
     @torch.no_grad()
     def wait_and_land(self) -> None:
         """Wait for the rows of all ranks and put them into the model."""
@@ -130,6 +171,13 @@ class Publisher:
             self.handle.wait()
             self.wire.land()
             self.bucket.weight_state = WeightState.PUBLISHED
+
+
+def return_storage(publishers: Iterable[Publisher]) -> None:
+    """Land gathers that hold gradient storage, of weights that no forward has read."""
+    for publisher in publishers:
+        if publisher.bucket.grad_state is GradState.WEIGHTS:
+            publisher.wait_and_land()
 
 
 def _packed_offsets(bucket: BucketBuffer) -> tuple[list[list[int]], int]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron_lw.distributed.buffers import BucketBuffer
 from megatron_lw.distributed.collectives import broadcast
+from megatron_lw.fp8.kinds import stored
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer.describe import buffer_domain, frozen_domain
 from megatron_lw.optimizer.names import natural_key
@@ -25,15 +26,16 @@ def replicate(module: nn.Module, buckets: Sequence[BucketBuffer], groups: Parall
     one), then one a frozen parameter or buffer, by name, over the reduce group of its domain.
     """
     for bucket in buckets:
-        for tensor in bucket.weight_tensors():
+        for tensor in [*bucket.weight_tensors(), *bucket.initial_values()]:
             broadcast(tensor, bucket.group)
             if bucket.tied:
                 broadcast(tensor, groups.embedding)
     managed = {id(param) for bucket in buckets for param in bucket.params.values()}
     rest = [
-        (name, param.detach(), frozen_domain(param))
+        (label, tensor, frozen_domain(param))
         for name, param in module.named_parameters()
         if id(param) not in managed
+        for label, tensor in stored(name, param).items()
     ]
     domain = buffer_domain(groups)
     rest += [(name, buffer, domain) for name, buffer in module.named_buffers()]

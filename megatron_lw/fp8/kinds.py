@@ -4,7 +4,29 @@ from __future__ import annotations
 
 import torch
 
+from megatron_lw.errors import ConfigError
 from megatron_lw.fp8.tensor import QuantisedTensor
+
+
+def is_quantised(param: torch.Tensor) -> bool:
+    """Whether a parameter is kept as planes."""
+    return isinstance(param, QuantisedTensor)
+
+
+def recipe_text(name: str, param: torch.Tensor) -> str | None:
+    """The recipe of a quantised parameter, to be compared over the ranks; None for a plain one.
+
+    Raises:
+        ConfigError: it is a tensor of another kind, which keeps its values in its own way.
+    """
+    if isinstance(param, QuantisedTensor):
+        return repr(param.recipe)
+    if type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ConfigError(
+            f"parameter {name!r} is a {type(param).__name__}; weights are plain tensors, or "
+            "quantised by fp8.quantize_model"
+        )
+    return None
 
 
 def address(param: torch.Tensor) -> int:
@@ -12,3 +34,15 @@ def address(param: torch.Tensor) -> int:
     if isinstance(param, QuantisedTensor):
         return param.planes.row_data.data_ptr()
     return param.data_ptr()
+
+
+def stored(label: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The plain tensors of which a parameter consists. Aliases it.
+
+    Args:
+        label: what messages call it.
+        param: plain or quantised.
+    """
+    if isinstance(param, QuantisedTensor):
+        return {f"{name} of {label}": each for name, each in param.planes.tensors().items()}
+    return {label: param.detach()}

@@ -156,6 +156,20 @@ def cast_run(
         out.copy_(target.view(-1)[begin : begin + run.numel])
 
 
+def cast_row_blocks(values: torch.Tensor, data: torch.Tensor, codes: torch.Tensor) -> None:
+    """Row-wise MXFP8 bytes and codes of whole blocks of 1x32.
+
+    Args:
+        values: bf16 or fp32, flat.
+        data: uint8 of the same size; written.
+        codes: uint8, one a block; written.
+    """
+    recipe = Recipe(format="mxfp8")
+    rows = values.view(-1, MX_BLOCK)
+    codes.copy_(rules.exponent_codes(block_maxima(rows, 1, MX_BLOCK)).view(-1))
+    _cast(rows, rules.code_multipliers(codes), 1, MX_BLOCK, recipe, data.view(rows.shape))
+
+
 def derive_columns(planes: Planes) -> None:
     """Fill the column-wise plane from the row-wise one; not for `mxfp8` with two quantisations."""
     layout, recipe = planes.layout, planes.recipe

@@ -108,6 +108,10 @@ class QuantisedTensor(torch.Tensor):
         """bf16 values before quantisation, while they are kept."""
         return self._initial.values
 
+    @initial.setter
+    def initial(self, values: torch.Tensor | None) -> None:
+        self._initial.values = values
+
     @property
     def data(self) -> torch.Tensor:
         """An alias without history, as of any tensor."""

@@ -95,9 +95,12 @@ def build_runtime(
         buckets = [p for p in placed if plans[p.domain].buckets[p.index].chunk == number]
         chunk.attach([p.buffer for p in buckets], after)
         after = chunk
+    for group in (group for place in placed for group in place.buffer.quantised):
+        group.keep_initial()
     for chunk in chunks:
         chunk.broadcast_params()
-    publishers = {p.buffer: Publisher(MasterRow(p.buffer)) for p in placed}
+    fp8 = ddp_config.fp8_param_gather
+    publishers = {p.buffer: Publisher(MasterRow(p.buffer), fp8_gather=fp8) for p in placed}
     for chunk in chunks:
         chunk.attach_publishers([publishers[bucket] for bucket in chunk.buckets])
     masters = {bucket: publisher.master for bucket, publisher in publishers.items()}

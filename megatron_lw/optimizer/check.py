@@ -19,6 +19,7 @@ from megatron_lw.distributed.calls import compare_call_counts
 from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.distributed.group import Group
 from megatron_lw.errors import InvariantError, StateError
+from megatron_lw.fp8.kinds import stored
 from megatron_lw.groups import DOMAINS, Domain
 from megatron_lw.optimizer.agree import Fact, settings_facts
 from megatron_lw.optimizer.check_local import OPEN_STATES, local_problems
@@ -192,11 +193,7 @@ def _same_weights(group: Group, held: Sequence[Held]) -> Claim:
         for entry in held
         for index, tensor in enumerate(entry.bucket.weight_tensors())
     }
-    params = {
-        f"parameter {name!r}": param.detach()
-        for entry in held
-        for name, param in entry.bucket.params.items()
-    }
+    params = {label: t for entry in held for label, t in entry.bucket.stored().items()}
     return Claim(
         invariant="replicas",
         group=group,
@@ -218,7 +215,8 @@ def _same_copies(group: Group, held: Sequence[Held], labels: Mapping[str, str]) 
     copies: dict[str, torch.Tensor] = {}
     for entry in held if group.size > 1 else ():
         shared = {name for name in entry.bucket.names if name in labels}
-        copies |= {labels[name]: entry.bucket.params[name].detach() for name in shared}
+        for name in shared:
+            copies |= stored(labels[name], entry.bucket.params[name])
         for name, slot in entry.bucket.row_slots():
             run = slice(slot.row_start, slot.row_start + slot.numel)
             if name in shared:

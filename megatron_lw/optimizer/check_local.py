@@ -10,6 +10,10 @@ from megatron_lw.distributed.buffers import GradState, WeightState
 from megatron_lw.distributed.collectives import own_row
 from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.errors import StateError
+from megatron_lw.fp8.kinds import is_quantised
+from megatron_lw.fp8.planes import Planes
+from megatron_lw.fp8.quantise import quantise
+from megatron_lw.fp8.runs import plan_runs, whole_parts
 from megatron_lw.optimizer.held import Held
 from megatron_lw.optimizer.runtime import Runtime
 
@@ -116,6 +120,8 @@ def _num_unpublished(entry: Held) -> torch.Tensor:
     count = torch.zeros((), dtype=torch.int64, device=row.device)
     for _, _, weight, master in _slots(entry):
         count += torch.count_nonzero(_unequal(weight, master))
+    for _, planes, master in _matrices(entry):
+        count += _num_unequal(planes, master)
     return count
 
 
@@ -129,12 +135,43 @@ def _first_unpublished(entry: Held) -> str:
                 f"parameter {name!r}, element {start + i} is {weight[i].item()}, but its master "
                 f"{master[i].item()} is {rounded} in {weight.dtype}"
             )
+    for name, planes, master in _matrices(entry):
+        if _num_unequal(planes, master):
+            return f"parameter {name!r} has other bytes or scales than its masters give"
     return f"{entry.bucket.label} has weights in its padding"
+
+
+def _matrices(entry: Held) -> Iterator[tuple[str, Planes, torch.Tensor]]:
+    """Name, planes and masters of each quantised matrix that lies whole in this rank's row.
+
+    Of one that is cut the scales need masters of other ranks; its copies are compared anyway.
+    """
+    slots = {name: slot for name, slot in entry.bucket.row_slots()}
+    for group in entry.bucket.quantised:
+        for index, (name, param) in enumerate(group.params.items()):
+            slot = slots.get(name)
+            if slot is not None and slot.numel == param.numel():
+                part = entry.master.row[slot.row_start : slot.row_start + slot.numel]
+                yield name, group.planes.one(index), part
+
+
+def _num_unequal(planes: Planes, master: torch.Tensor) -> torch.Tensor:
+    """How many bytes and scales are not those of the masters; int64 scalar."""
+    made = planes.with_tensors({name: t.clone() for name, t in planes.tensors().items()})
+    runs = plan_runs(whole_parts(made.layout.shapes, [0]), made.layout)
+    quantise(master.to(torch.bfloat16), runs, made, "keep")
+    counts = [
+        torch.count_nonzero(mine.view(torch.uint8) != theirs.view(torch.uint8))
+        for mine, theirs in zip(made.tensors().values(), planes.tensors().values(), strict=True)
+    ]
+    return torch.stack(counts).sum()
 
 
 def _slots(entry: Held) -> Iterator[tuple[str, int, torch.Tensor, torch.Tensor]]:
     """Name, first element, weights and masters of each parameter in this rank's row."""
     for name, slot in entry.bucket.row_slots():
+        if is_quantised(entry.bucket.params[name]):
+            continue
         weight = entry.bucket.params[name].detach().reshape(-1)
         yield (
             name,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megatron_lw.errors import ConfigError
-from megatron_lw.fp8.kinds import address
+from megatron_lw.fp8.kinds import address, recipe_text
 from megatron_lw.groups import Domain, ParallelGroups
 from megatron_lw.optimizer.boxes import BoxPair, stack_boxes, tensor_parallel_boxes
 from megatron_lw.optimizer.names import NameMap, natural_key
@@ -53,6 +53,7 @@ class ParamInfo:
         sequence_parallel: used under sequence parallelism, so replicas' gradients are summed.
         use_muon: an explicit choice for or against the matrix child; None: decided by shape.
         keep_fp32: stays FP32 and is replicated over every rank that holds a copy.
+        recipe: how it is quantised, as text; None for a plain weight.
     """
 
     name: str
@@ -74,6 +75,7 @@ class ParamInfo:
     sequence_parallel: bool = False
     use_muon: bool | None = None
     keep_fp32: bool = False
+    recipe: str | None = None
 
     @property
     def numel(self) -> int:
@@ -373,6 +375,7 @@ def _info(
         sequence_parallel=tags.sequence_parallel,
         use_muon=tags.use_muon,
         keep_fp32=tags.keep_fp32,
+        recipe=recipe_text(name, param),
     )
 
 

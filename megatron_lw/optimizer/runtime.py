@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_lw.distributed.agreement import Kept
 from megatron_lw.distributed.buffers import BucketBuffer
 from megatron_lw.distributed.gather import Publisher
 from megatron_lw.groups import Domain
@@ -40,3 +41,9 @@ class Runtime:
     publishers: tuple[Publisher, ...]
     counted: tuple[CountedRun, ...]
     device: torch.device
+
+    def require_finite(self, kept: Kept) -> None:
+        """Check the masters of quantised weights; keeps what `MasterRow.require_finite` raises."""
+        with kept.keeping("before publishing"):
+            for publisher in self.publishers:
+                publisher.master.require_finite()

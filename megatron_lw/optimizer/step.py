@@ -312,6 +312,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         for rule in self.weight_rules:
             with self._stage(rule.name):
                 rule.apply(kept)
+        self._runtime.require_finite(kept)
 
     def _publish(self, kept: Kept) -> None:
         """Publish all chunks; other ranks wait for those after one that fails."""

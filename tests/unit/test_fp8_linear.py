@@ -185,6 +185,21 @@ def tied() -> nn.Module:
     return model
 
 
+class Foreign(torch.Tensor):
+    """A tensor that handles operations in its own way."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return torch.zeros(4, 4).as_subclass(cls)
+
+
+def test_tensors_of_other_kinds_are_refused_by_name() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(4, 4).as_subclass(Foreign))
+    with pytest.raises(ConfigError, match=r"'weight' is a Foreign"):
+        describe([model], megatron_lw.ParallelGroups.single())
+
+
 @pytest.mark.parametrize(
     ("model", "predicate", "words"),
     [
