@@ -215,9 +215,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         return "\n\n".join(plan.describe() for plan in self._runtime.plans.values())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give parameters of the model a group of their own; only before the first step.
-
-        The plan is made anew, with storage and masters.
+        """Give parameters a group of their own, in a new plan; only before the first step.
 
         Args:
             param_group: `params` (parameters of the wrapped model, trainable by now) and settings

@@ -30,7 +30,7 @@ def equal_on_ranks(ranks: int, recipe: str, steps: int, **options: Any) -> list[
 def test_fp8_gather_on_equals_off(recipe: str, ranks: int, steps: int) -> None:
     """Losses, outputs, norms, masters, states, weights, both planes; overlap on and off."""
     facts = equal_on_ranks(ranks, recipe, steps)
-    assert sum(each["cut"] for each in facts) > 0 and facts[0]["buckets"] >= 4
+    assert sum(each["cut"] for each in facts) > 0 and facts[0]["buckets"] >= 3
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-derived", "block", "delayed"])
