@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_lw.dist_checkpointing.dtypes import CODES, dtype_name
+from megatron_lw.dist_checkpointing.dtypes import CODES, dtype_name, raw_bytes
 from megatron_lw.dist_checkpointing.headers import Entry, file_order, header
 from megatron_lw.dist_checkpointing.manifest import CHUNK_NBYTES, FileRecord
 from megatron_lw.dist_checkpointing.storage import Storage, WritableFile, file_errors
@@ -263,7 +263,7 @@ def _raw(start: bytes, blobs: Sequence[Blob | LazyBlob]) -> Iterator[torch.Tenso
                     f"{blob.entry.name}: strides {part.stride()} of shape {tuple(part.shape)} "
                     "are not contiguous; give tensor.contiguous()"
                 )
-            yield part.reshape(-1).view(torch.uint8)
+            yield raw_bytes(part)
 
 
 class _Stage:

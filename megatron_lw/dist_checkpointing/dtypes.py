@@ -58,3 +58,11 @@ def dtype_of(name: str, where: str) -> torch.dtype:
     if dtype is None:
         raise CheckpointError(f"{where}: dtype {name!r} is none of {', '.join(sorted(_BY_NAME))}")
     return dtype
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, as a flat view.
+
+    One of a single element counts as contiguous whatever its strides say, and keeps them in `view`.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

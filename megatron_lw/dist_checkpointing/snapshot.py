@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from megatron_lw.dist_checkpointing.copies import assign_writers, check_copies
+from megatron_lw.dist_checkpointing.dtypes import raw_bytes
 from megatron_lw.dist_checkpointing.entries import Entry, Holdings, holdings
 from megatron_lw.dist_checkpointing.manifest import VALUE, ChildRecord
 from megatron_lw.dist_checkpointing.merge import RankPart
@@ -143,7 +144,7 @@ class _Aside:
         raw = tensor.detach().cpu().contiguous()
         shape = tuple(raw.shape)
         digest = hashlib.blake2b(f"{raw.dtype} {shape} ".encode(), digest_size=16)
-        digest.update(raw.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(raw_bytes(raw).numpy().data)
         name = EXTRA + digest.hexdigest()
         self.entries[name] = Entry(
             name=name,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_lw.dist_checkpointing.dtypes import raw_bytes
 from megatron_lw.dist_checkpointing.headers import placed
 from megatron_lw.dist_checkpointing.manifest import CHUNK_NBYTES, FileRecord, Manifest
 from megatron_lw.dist_checkpointing.storage import Storage, file_errors
@@ -69,7 +70,7 @@ class VerifiedFile:
             CheckpointError: a chunk's checksum differs, or the file ends before.
         """
         if isinstance(out, torch.Tensor):
-            out = out.detach().view(-1).view(torch.uint8).numpy().data
+            out = raw_bytes(out).numpy().data
         if not 0 <= offset <= offset + out.nbytes <= self._record.nbytes:
             raise CheckpointError(
                 f"{self._path}: bytes {offset} to {offset + out.nbytes} "

@@ -128,7 +128,9 @@ def _first_unequal(lists: Sequence[Sequence[Hashable]]) -> int | None:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The bits as 64-bit words, the last one filled up with zeros."""
-    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    raw = tensor.detach().contiguous()
+    # One element counts as contiguous whatever its strides say; they must not reach `view`.
+    raw = raw.as_strided((raw.numel(),), (1,)).view(torch.uint8)
     rest = -raw.numel() % _WORD
     if rest or raw.storage_offset() % _WORD:
         padded = raw.new_zeros(raw.numel() + rest)

@@ -98,3 +98,10 @@ def test_the_first_difference_is_found(dtype: torch.dtype, numel: int) -> None:
     expected = [(p, (zero, one, zero)) if p < numel else None for p in places]
     for found in run_ranks(look, 3, numel, dtype, places):
         assert found == expected
+
+
+def test_strides_change_nothing() -> None:
+    """One element with any stride counts as contiguous; a column is not."""
+    assert checksum(torch.arange(4.0)[2::2]) == checksum(torch.tensor([2.0]))
+    column = torch.arange(6.0).view(3, 2)[:, 1]
+    assert checksum(column) == checksum(column.clone())

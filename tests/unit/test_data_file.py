@@ -123,6 +123,18 @@ def test_staged_and_lazy_tensors_give_the_same_bytes(
     assert written(tmp_path, blobs) == direct
 
 
+def test_one_element_with_odd_strides_is_written_and_read(tmp_path: Path) -> None:
+    """It counts as contiguous, yet its bytes cannot be viewed with those strides."""
+    tensor = torch.arange(4.0)[2::2]
+    assert tensor.is_contiguous() and tensor.stride() == (2,)
+    [offset] = (file := written(tmp_path, [Blob(key="w", start=(0,), tensor=tensor)])).offsets
+    out = torch.zeros(4)[1::3]
+    out = out[:1]
+    with VerifiedFile(STORAGE, tmp_path, file.record, None) as opened:
+        opened.read_into(offset, out)
+    assert out.tolist() == [2.0]
+
+
 @pytest.mark.parametrize(
     ("blobs", "message"),
     [
