@@ -156,8 +156,9 @@ class _ParallelLinear(nn.Module):
             )
         parts = [matrix.chunk(group.size, self.DIMENSION)[group.rank] for matrix in matrices]
         self.weight = nn.Parameter(torch.cat(parts))
-        fused = (rows,) * blocks if blocks > 1 else None
-        megatron_lw.annotate(self.weight, tp_dim=self.DIMENSION, blocks=fused)
+        # The blocks only say what is divided: Muon takes a fused weight as one, as on one rank.
+        fused = {"blocks": (rows,) * blocks, "split_blocks": False} if blocks > 1 else {}
+        megatron_lw.annotate(self.weight, tp_dim=self.DIMENSION, **fused)
 
 
 class ColumnParallelLinear(_ParallelLinear):

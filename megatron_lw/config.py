@@ -122,7 +122,9 @@ class OptimizerConfig:
     muon_momentum: float = 0.95
     """Decay rate of the momentum average, in [0, 1). Megatron's command line passes 0.9."""
     muon_split_qkv: bool = True
-    """No effect: a fused QKV weight is orthogonalised as one matrix."""
+    """Whether query, key and value of a weight whose `qkv` sizes are declared are orthogonalised
+    each by itself; False: the fused weight as one matrix.
+    """
     muon_nesterov: bool = False
     """Whether to orthogonalise the momentum one step ahead."""
     muon_scale_mode: str = "spectral"
@@ -142,11 +144,13 @@ class OptimizerConfig:
     """
     muon_num_ns_steps: int = 5
     """Newton-Schulz steps, 1 to 15."""
-    muon_tp_mode: str = "owner"
-    """Who orthogonalises a matrix that is sharded over tensor parallelism: 'owner' only.
+    muon_tp_mode: Literal["owner", "duplicated", "distributed", "blockwise"] = "owner"
+    """Who orthogonalises a matrix that is sharded over tensor parallelism.
 
-    The owner collects the shards and orthogonalises the whole, once: the result is exact and the
-    same for every layout. Megatron's default, 'blockwise', orthogonalises each shard by itself.
+    'owner' collects the shards and orthogonalises the whole, once. 'duplicated': every rank that
+    has a shard does. 'distributed': shards stay, and the ranks sum Gram matrices at every
+    iteration. These three are exact: the same for every layout, up to rounding. 'blockwise',
+    Megatron's default, orthogonalises each shard by itself, which depends on the layout.
     """
     muon_extra_scale_factor: float = 1.0
     """Multiplies the scale of every Muon update; > 0."""
@@ -217,6 +221,14 @@ class OptimizerConfig:
     on_nonfinite: Literal["raise", "skip"] = "raise"
     """What a gradient that is not finite on any rank leads to, on every rank: an error that names
     parameter and rank, or a skipped step that leaves all state bitwise as it was.
+    """
+    muon_clip_grad: bool = True
+    """Whether `clip_grad` acts on Muon's gradients: the default of its groups' `clip_grad` setting.
+    A Muon update does not depend on the size of what it is made from.
+    """
+    clip_grad_by: Literal["total", "own"] = "total"
+    """Norm by which the groups that are clipped are clipped: over all gradients, as in Megatron, or
+    over those groups' own. The norm that a step returns is over all.
     """
     adam_backend: Literal["auto", "transformer_engine", "apex", "torch"] = "auto"
     """Kernel that steps Adam; 'auto' is the first of the three that is installed."""

@@ -27,7 +27,6 @@ from megatron_lw.field_status import (
 _STATE_DTYPE = "masters, gradients of the masters and optimizer states are fp32"
 _KEEP_FP32 = "leave it at torch.float32"
 _OFFLOAD = "read only with optimizer_cpu_offload, which is refused"
-_OWNER = "every matrix is orthogonalised whole by its owner: drop the setting or pass 'owner'"
 
 
 def _are_triples(value: object) -> bool:
@@ -100,7 +99,9 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         "decoupled_weight_decay": honoured(flag(), "False: weight decay inside the gradient (l2)"),
         "sgd_momentum": honoured(number(0, 1), "decay rate of the sum of gradients of 'sgd'"),
         "muon_momentum": honoured(number(0, 1), "decay rate of Muon's momentum average"),
-        "muon_split_qkv": no_effect("a fused matrix is orthogonalised as one"),
+        "muon_split_qkv": honoured(
+            flag(), "query, key and value of a fused weight are matrices of their own"
+        ),
         "muon_nesterov": honoured(flag(), "orthogonalise the momentum one step ahead"),
         "muon_scale_mode": honoured(
             one_of("spectral", "unit_rms_norm", "shape_scaling"),
@@ -118,9 +119,8 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         ),
         "muon_num_ns_steps": honoured(integer(1, 15), "Newton-Schulz steps"),
         "muon_tp_mode": honoured(
-            one_of("owner"),
-            "one rank, the owner, orthogonalises the whole of a matrix that is cut or sharded",
-            refuses={"duplicated": _OWNER, "distributed": _OWNER, "blockwise": _OWNER},
+            one_of("owner", "duplicated", "distributed", "blockwise"),
+            "who orthogonalises a matrix that tensor parallelism divides",
             differs="'blockwise' orthogonalises shards apart, so a result depends on the layout",
         ),
         "muon_extra_scale_factor": honoured(
@@ -168,6 +168,10 @@ OPTIMIZER_FIELDS: Mapping[str, FieldStatus] = MappingProxyType(
         "optimizer_cuda_graph": refused("a step waits for collectives on the host", "drop it"),
         "on_nonfinite": honoured(
             one_of("raise", "skip"), "what happens when a gradient is not finite on any rank"
+        ),
+        "muon_clip_grad": honoured(flag(), "whether Muon's gradients are clipped"),
+        "clip_grad_by": honoured(
+            one_of("total", "own"), "norm of all gradients, or of those that are clipped"
         ),
         "adam_backend": honoured(
             one_of("auto", "transformer_engine", "apex", "torch"),

@@ -21,7 +21,7 @@ import torch
 from megatron_lw.child_names import CHILDREN
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.errors import ConfigError
-from megatron_lw.field_status import Allowed, number, one_of
+from megatron_lw.field_status import Allowed, flag, number, one_of
 
 _T = TypeVar("_T")
 
@@ -141,6 +141,8 @@ class ParamGroupOverride(TypedDict, total=False):
     """Multiplies the learning rate."""
     weight_decay_mode: str
     """How the weight decays, in place of `OptimizerConfig.weight_decay_mode`."""
+    clip_grad: bool
+    """Whether `OptimizerConfig.clip_grad` acts on the gradients."""
     optimizer: str
     """The child that steps the parameter, by its name in `child_names`."""
 
@@ -154,6 +156,7 @@ OVERRIDE_FIELDS: Mapping[str, Allowed] = MappingProxyType(
         "wd_mult": number(0),
         "lr_mult": number(0),
         "weight_decay_mode": one_of("decoupled", "independent", "l2", "cautious"),
+        "clip_grad": flag(),
         "optimizer": one_of(*CHILDREN),
     }
 )

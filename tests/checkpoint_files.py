@@ -171,6 +171,8 @@ def _param(name: str, shape: tuple[int, ...], stored_rows: int | None) -> ParamR
         domain="dense",
         tp_dim=None,
         blocks=None,
+        split_blocks=True,
+        qkv=None,
         matrices=1,
         is_stack=False,
         role="matrix",

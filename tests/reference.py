@@ -23,7 +23,11 @@ QUINTIC = (
 
 @dataclass
 class Settings:
-    """Hyper-parameters of one parameter; `matrix` is its (rows, cols) view if Muon steps it."""
+    """Hyper-parameters of one parameter.
+
+    `matrix` is its (rows, cols) view if Muon steps it, `parts` the rows of each matrix inside that;
+    rows of none get no update.
+    """
 
     lr: float
     weight_decay: float = 0.0
@@ -34,6 +38,7 @@ class Settings:
     nesterov: bool = False
     scale_mode: str = "spectral"
     extra: float = 1.0
+    parts: tuple[tuple[int, ...], ...] | None = None
 
 
 def orthogonalise(
@@ -121,7 +126,11 @@ class Reference:
             update = (
                 torch.lerp(grad.view(s.matrix), momentum, s.momentum) if s.nesterov else momentum
             )
-            scale = muon_scale(*s.matrix, s.scale_mode) * s.extra
+            rows, cols = s.matrix
+            change = torch.zeros(rows, cols)
+            for part in s.parts or (tuple(range(rows)),):
+                scale = muon_scale(len(part), cols, s.scale_mode) * s.extra
+                change[list(part)] = scale * orthogonalise(update[list(part)]).float()
             master.mul_(1 - s.lr * s.weight_decay)
-            master.add_(orthogonalise(update).float().view(master.shape), alpha=-s.lr * scale)
+            master.add_(change.view(master.shape), alpha=-s.lr)
         return norm, zeros

@@ -123,6 +123,7 @@ def _logical_shape(info: ParamInfo) -> tuple[int, ...]:
 
 def _param_record(route: Route, groups: ParallelGroups) -> ParamRecord:
     info = route.info
+    matrices = None if info.matrices is None else info.matrices * info.ep_size
     return ParamRecord(
         name=identity(info),
         names=(info.name,),
@@ -134,8 +135,10 @@ def _param_record(route: Route, groups: ParallelGroups) -> ParamRecord:
         domain=info.domain,
         tp_dim=info.divisible_dim,
         blocks=info.blocks,
-        matrices=info.matrices * info.ep_size,
-        is_stack=info.domain == "expert" and info.matrices * info.ep_size > 1,
+        split_blocks=info.split_blocks,
+        qkv=info.qkv if route.matrix is not None and len(route.matrix.shapes) > 1 else None,
+        matrices=matrices,
+        is_stack=info.domain == "expert" and (matrices or 1) > 1,
         role=info.role,
     )
 

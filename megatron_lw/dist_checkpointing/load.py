@@ -28,6 +28,7 @@ from megatron_lw.distributed.agreement import attempt
 from megatron_lw.distributed.collectives import all_gather_objects, gather_objects
 from megatron_lw.errors import CheckpointError
 from megatron_lw.optimizer.held import held_buckets
+from megatron_lw.optimizer.param_groups import POLICIES
 
 if TYPE_CHECKING:
     from megatron_lw.distributed.ddp import DistributedDataParallel
@@ -228,7 +229,7 @@ def _set(
     if keep_settings is not True:
         for group in optimizer.param_groups:
             settings = source.value(manifest.groups.get(group["name"], {"$dict": []}))
-            kept = keep_settings or ()
+            kept = {*(keep_settings or ()), *POLICIES}
             group.update({key: value for key, value in settings.items() if key not in kept})
     if "loss_scaler" not in leave_out:
         optimizer.loss_scaler.load(source.value(manifest.values["loss_scaler"]))

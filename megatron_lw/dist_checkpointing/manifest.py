@@ -84,7 +84,9 @@ class ParamRecord:
         domain: dense, expert or replicated.
         tp_dim: dimension that tensor parallelism may divide.
         blocks: rows of the fused matrices inside the whole parameter, each divided by itself.
-        matrices: matrices stacked in the whole parameter.
+        split_blocks: whether these are matrices of their own.
+        qkv: rows of query, (gate,) key and value in each query group, where these are matrices.
+        matrices: matrices stacked in the whole parameter; None: it is no stack.
         is_stack: whether its first dimension is divided over expert parallelism.
         role: matrix, vector, embedding or output.
     """
@@ -99,7 +101,9 @@ class ParamRecord:
     domain: str
     tp_dim: int | None
     blocks: tuple[int, ...] | None
-    matrices: int
+    split_blocks: bool
+    qkv: tuple[int, ...] | None
+    matrices: int | None
     is_stack: bool
     role: str
 

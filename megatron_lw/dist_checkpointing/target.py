@@ -28,7 +28,7 @@ from megatron_lw.errors import CheckpointError
 from megatron_lw.groups import Domain
 from megatron_lw.optimizer.boxes import Box
 from megatron_lw.optimizer.layout import BucketLayout
-from megatron_lw.optimizer.plan import OwnershipPlan
+from megatron_lw.optimizer.plan import OwnershipPlan, PlanParam
 from megatron_lw.optimizer.plan_routes import plan_routes
 from megatron_lw.optimizer.routing import Route
 from megatron_lw.topology import RankPlace, Topology, divide_layers, layer_of
@@ -211,8 +211,9 @@ class TargetPlan:
             for state, record in self._records[place_of(info).name].items():
                 if state not in keys:
                     part = place.ep if info.ep_size > 1 else 0
-                    boxes = _matrix_boxes(record, len(owners), info.ep_size, part)
-                    for owner, box in zip(owners, boxes, strict=False):
+                    boxes = _matrix_boxes(record, param.count, info.ep_size, part)
+                    mine = owners[_unit_of(state, param) :: max(1, len(param.owned_units))]
+                    for owner, box in zip(mine, boxes, strict=False):
                         if owner == here:
                             yield Wanted(record=record, box=box)
 
@@ -231,6 +232,14 @@ class TargetPlan:
             for piece in record.pieces:
                 if writer_among(holders, label(record.key, piece.box.start)) == rank:
                     yield Wanted(record=record, box=piece.box)
+
+
+def _unit_of(state: str, param: PlanParam) -> int:
+    """Which unit of a stored matrix a state belongs to: its key ends in the number of the part."""
+    of_part = [number for number, unit in enumerate(param.owned_units) for _ in unit.matrices]
+    if len(of_part) < 2:
+        return 0
+    return of_part[int(state.rpartition(".")[2])]
 
 
 def _matrix_boxes(record: TensorRecord, count: int, parts: int, part: int) -> list[Box]:

@@ -11,7 +11,8 @@ from megatron_lw.errors import CheckpointError
 from megatron_lw.groups import Domain
 from megatron_lw.optimizer.boxes import stack_boxes, tensor_parallel_boxes
 from megatron_lw.optimizer.describe import ParamInfo, Role
-from megatron_lw.optimizer.routing import ParamGroupSpec, Route, matrix_view
+from megatron_lw.optimizer.routing import ParamGroupSpec, Route, view_under
+from megatron_lw.optimizer.tags import row_dimension
 from megatron_lw.topology import RankPlace, Topology, expert_of
 
 TIED = "tied/"
@@ -28,7 +29,7 @@ def route_of(param: ParamRecord, topology: Topology, place: RankPlace) -> Route:
     group = ParamGroupSpec(
         name=param.group, child=param.child, is_expert=param.domain == "expert", settings=()
     )
-    return Route(info=info, group=group, view=matrix_view(info), reason="checkpoint")
+    return Route(info=info, group=group, matrix=view_under(param.child, info), reason="checkpoint")
 
 
 def padded(param: ParamRecord, tp: int, multiple: int | None) -> ParamRecord:
@@ -83,7 +84,13 @@ def _info(param: ParamRecord, topology: Topology, place: RankPlace) -> ParamInfo
         label = "etp" if param.domain == "expert" else "tp"
         local[tp_dim] = _divided(param, local[tp_dim], label, tensor_size)
     shape, boxes = tensor_parallel_boxes(
-        param.name, tuple(local), tp_dim, param.blocks, tensor_size, tensor_rank
+        param.name,
+        tuple(local),
+        tp_dim,
+        param.blocks,
+        tensor_size,
+        tensor_rank,
+        row_dimension(len(local), param.matrices),
     )
     if parts > 1:
         shape, boxes = stack_boxes(shape, boxes, parts, place.ep)
@@ -99,9 +106,11 @@ def _info(param: ParamRecord, topology: Topology, place: RankPlace) -> ParamInfo
         domain=cast(Domain, param.domain),
         tp_dim=tp_dim,
         role=cast(Role, param.role),
-        matrices=param.matrices // parts,
+        matrices=None if param.matrices is None else param.matrices // parts,
         ep_size=parts,
         blocks=param.blocks,
+        split_blocks=param.split_blocks,
+        qkv=param.qkv,
         logical_rows=param.shape[0] if stored != param.shape else None,
         tied=tied,
     )

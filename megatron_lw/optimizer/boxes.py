@@ -30,6 +30,7 @@ def tensor_parallel_boxes(
     blocks: tuple[int, ...] | None,
     tp_size: int,
     tp_rank: int,
+    row_dim: int = 0,
 ) -> tuple[tuple[int, ...], tuple[BoxPair, ...]]:
     """Global shape and local-to-global boxes of a parameter divided over tensor parallelism.
 
@@ -37,30 +38,30 @@ def tensor_parallel_boxes(
         name: for messages.
         local_shape: shape on this rank.
         tp_dim: the divided dimension, or None for a replicated parameter.
-        blocks: global row counts of fused matrices; where dimension 0 is divided, each block is
-            divided by itself, so that a rank holds a part of every block (gate and up).
+        blocks: global row counts of fused matrices; where the rows are divided, each block is
+            divided by itself, so that a rank holds a part of every block (gate and up), and so are
+            the rows beyond the blocks.
         tp_size: ranks that divide it.
         tp_rank: this rank among them.
+        row_dim: dimension that counts the rows of a matrix.
 
     Raises:
-        ConfigError: the blocks do not add up to the rows or do not divide by `tp_size`.
+        ConfigError: the blocks are more than the rows or do not divide by `tp_size`.
     """
     origin = (0,) * len(local_shape)
     if tp_dim is None or tp_size == 1:
         whole = Box(origin, local_shape)
-        if blocks is not None and sum(blocks) != local_shape[0]:
-            raise ConfigError(
-                f"parameter {name!r}: blocks {blocks} sum to {sum(blocks)}, "
-                f"but it has {local_shape[0]} rows"
-            )
         return local_shape, (BoxPair(whole, whole),)
     extent = local_shape[tp_dim] * tp_size
     global_shape = (*local_shape[:tp_dim], extent, *local_shape[tp_dim + 1 :])
-    parts = blocks if blocks is not None and tp_dim == 0 else (extent,)
-    if sum(parts) != extent or any(part % tp_size for part in parts):
+    parts: tuple[int, ...] = (extent,)
+    if blocks is not None and tp_dim == row_dim:
+        rest = extent - sum(blocks)
+        parts = (*blocks, rest) if rest else blocks
+    if any(part < 0 or part % tp_size for part in parts):
         raise ConfigError(
-            f"parameter {name!r}: blocks {parts} must sum to {extent} rows "
-            f"and divide by {tp_size} tensor-parallel ranks"
+            f"parameter {name!r}: blocks {blocks} must sum to at most its {extent} rows "
+            f"and each divide by {tp_size} tensor-parallel ranks"
         )
     pairs: list[BoxPair] = []
     local_start = global_start = 0

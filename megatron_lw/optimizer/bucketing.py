@@ -20,7 +20,7 @@ from megatron_lw.optimizer.pieces import (
     cut_into_pieces,
     join_pieces,
 )
-from megatron_lw.optimizer.plan_params import PlanParam
+from megatron_lw.optimizer.plan_params import PlanParam, PlanUnit
 
 Cost = Callable[[int, int], float]
 
@@ -47,9 +47,10 @@ class BucketPlan:
 
 
 class Units(NamedTuple):
-    """The matrices of a plan, [matrices] each: parameter, start in it, bucket, offset in it."""
+    """The units of a plan, [matrices] each: parameter, start in it, bucket, offset in it."""
 
     param: IntArray
+    unit: IntArray
     start: IntArray
     numel: IntArray
     bucket: IntArray
@@ -182,29 +183,40 @@ def _by_group(ordered: Sequence[PlanParam], members: Sequence[int]) -> list[int]
 
 def _cost_of(param: PlanParam, cost: Cost) -> float:
     """Return the cost of all matrices of a parameter; 0 for an element-wise one."""
-    return 0 if param.matrix is None else param.count * cost(*param.matrix)
+    return param.count * sum(_unit_cost(unit, cost) for unit in param.owned_units)
+
+
+def _unit_cost(unit: PlanUnit, cost: Cost) -> float:
+    return sum(cost(*shape) for shape in unit.matrices)
 
 
 def _units(
     ordered: Sequence[PlanParam], order: Sequence[int], bucket: int, alignment: int, cost: Cost
 ) -> Units:
-    """List the matrices of a bucket; none where it is element-wise."""
+    """List the units of a bucket; none where it is element-wise."""
     line = packing.lay_line([ordered[index].numel for index in order], alignment)
-    rows: list[tuple[int, int, int, int, int]] = []
+    rows: list[tuple[int, int, int, int, int, int]] = []
     costs: list[float] = []
     for index, offset in zip(order, line.offsets, strict=True):
         param = ordered[index]
         if param.matrix is None:
             continue
-        numel = param.numel // param.count
-        starts = range(0, param.numel, numel)
-        rows.extend((index, start, numel, bucket, offset + start) for start in starts)
-        costs.extend([cost(*param.matrix)] * param.count)
-    param_column, start, numel_column, bucket_column, place = (
-        np.array(rows, dtype=np.int64).reshape(-1, 5).T.copy()
+        stored = param.numel // param.count
+        found = [
+            (number, unit.start * stored // param.matrix[0], unit.rows * stored // param.matrix[0])
+            for number, unit in enumerate(param.owned_units)
+        ]
+        for first in range(0, param.numel, stored):
+            rows.extend(
+                (index, unit, first + start, numel, bucket, offset + first + start)
+                for unit, start, numel in found
+            )
+        costs.extend([_unit_cost(unit, cost) for unit in param.owned_units] * param.count)
+    of, unit, start, numel_column, bucket_column, place = (
+        np.array(rows, dtype=np.int64).reshape(-1, 6).T.copy()
     )
     cost_column = np.array(costs, dtype=np.float64)
-    return Units(param_column, start, numel_column, bucket_column, place, cost_column)
+    return Units(of, unit, start, numel_column, bucket_column, place, cost_column)
 
 
 def _row_loads(units: Units, pieces: Pieces, dp: int) -> FloatArray:
@@ -219,5 +231,5 @@ def _row_loads(units: Units, pieces: Pieces, dp: int) -> FloatArray:
 
 def _join_units(units: Sequence[Units]) -> Units:
     empty = np.zeros(0, dtype=np.int64)
-    first = Units(empty, empty, empty, empty, empty, np.zeros(0))
+    first = Units(empty, empty, empty, empty, empty, empty, np.zeros(0))
     return Units(*(np.concatenate(columns) for columns in zip(first, *units, strict=True)))

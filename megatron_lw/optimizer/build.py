@@ -111,7 +111,7 @@ def build_runtime(
         buckets=tuple(publishers),
         children=_children(config, plans, placed, masters, routing, backend, factories, groups),
         publishers=tuple(publishers.values()),
-        counted=counted_runs(tuple(publishers), _counter(model, groups)),
+        counted=counted_runs(tuple(publishers), _counter(model, groups), routing.group_of),
         device=device,
     )
 
@@ -272,7 +272,8 @@ def _muon(kind: str, config: OptimizerConfig, *places: Any) -> Child:
     make: Callable[..., Child] = {"normuon": NorMuon, "adamuon": AdaMuon}.get(kind, Muon)
     if kind == "adaptive_muon":
         make = partial(AdaptiveMuon, config.adaptive_muon_moment2_method)
-    return make(*places, _newton_schulz(config), pad=config.muon_pad_batches)
+    options = {"pad": config.muon_pad_batches, "tp_mode": config.muon_tp_mode}
+    return make(*places, _newton_schulz(config), **options)
 
 
 def _newton_schulz(config: OptimizerConfig) -> NewtonSchulz:

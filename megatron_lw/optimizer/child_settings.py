@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron_lw.child_names import MUON_CHILDREN, WHOLE_CHILDREN
+from megatron_lw.child_names import MATRIX_CHILDREN, MUON_CHILDREN, WHOLE_CHILDREN
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.optimizer.children.base import ParamGroup
 from megatron_lw.optimizer.children.decay import DECAY_MODES
@@ -20,7 +20,9 @@ Setting = tuple[Callable[[Any], bool], str]
 def child_settings(config: OptimizerConfig, child: str) -> ParamGroup:
     """The settings of a child as the configuration gives them, besides `lr` and `weight_decay`."""
     mode = config.weight_decay_mode if config.decoupled_weight_decay else "l2"
-    common: ParamGroup = {} if child in WHOLE_CHILDREN else {"weight_decay_mode": mode}
+    common: ParamGroup = {"clip_grad": child not in MATRIX_CHILDREN or config.muon_clip_grad}
+    if child not in WHOLE_CHILDREN:
+        common["weight_decay_mode"] = mode
     if child == "adam":
         betas = (config.adam_beta1, config.adam_beta2)
         return {**common, "betas": betas, "eps": config.adam_eps}
@@ -62,22 +64,22 @@ _SIZE: Setting = (_is_size, "a finite number of at least 0")
 _RATE: Setting = (_is_rate, "a number in [0, 1)")
 _RATES: Setting = (_are_rates, "two numbers in [0, 1)")
 _ABOVE_ZERO: Setting = (lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
+_FLAG: Setting = (lambda value: isinstance(value, bool), "True or False")
+_WHOLE: Mapping[str, Setting] = {"lr": _SIZE, "weight_decay": _SIZE, "clip_grad": _FLAG}
 _COMMON: Mapping[str, Setting] = {
-    "lr": _SIZE,
-    "weight_decay": _SIZE,
+    **_WHOLE,
     "weight_decay_mode": (lambda value: value in DECAY_MODES, f"one of {', '.join(DECAY_MODES)}"),
 }
 _MOMENTUM: Mapping[str, Setting] = {
     **_COMMON,
     "momentum": _RATE,
-    "nesterov": (lambda value: isinstance(value, bool), "True or False"),
+    "nesterov": _FLAG,
     "extra_scale_factor": _SIZE,
 }
 _SCALED: Mapping[str, Setting] = {
     "scale_mode": (lambda value: value in SCALE_MODES, f"one of {', '.join(SCALE_MODES)}"),
 }
 _SECOND_MOMENT: Mapping[str, Setting] = {"beta2": _RATE, "eps": _ABOVE_ZERO}
-_WHOLE: Mapping[str, Setting] = {"lr": _SIZE, "weight_decay": _SIZE}
 
 CHILD_SETTINGS: Mapping[str, Mapping[str, Setting]] = MappingProxyType(
     {

@@ -9,8 +9,7 @@ raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,77 +17,15 @@ from torch import nn
 from megatron_lw.errors import ConfigError
 from megatron_lw.fp8.kinds import address, recipe_text
 from megatron_lw.groups import Domain, ParallelGroups
-from megatron_lw.optimizer.boxes import BoxPair, stack_boxes, tensor_parallel_boxes
+from megatron_lw.optimizer.boxes import stack_boxes, tensor_parallel_boxes
 from megatron_lw.optimizer.names import NameMap, natural_key
-from megatron_lw.optimizer.tags import Annotation, check_tags
+from megatron_lw.optimizer.param_info import ParamInfo, Role, logical_numel
+from megatron_lw.optimizer.tags import Annotation, check_tags, row_dimension, stack_size
 
-Role = Literal["matrix", "vector", "embedding", "output"]
+__all__ = ["DescribedModel", "ParamInfo", "Role", "annotate", "describe", "logical_numel"]
 
 _ANNOTATION = "_megatron_lw_annotation"
 _HOLDER = "_megatron_lw_holder"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParamInfo:
-    """Everything that is known of one trainable parameter on this rank.
-
-    Attributes:
-        name: global name, the same on every rank that holds a part.
-        local_name: name inside its model chunk.
-        chunk: index of the model chunk.
-        dtype: dtype of the weight as the model holds it, e.g. "bfloat16".
-        local_shape: shape on this rank, in elements.
-        global_shape: logical shape of the whole parameter.
-        boxes: which local box is which global box; several where a parameter is divided by blocks.
-        domain: "dense", "expert", or "replicated" (a copy on every rank of its pipeline stage).
-        tp_dim: dimension divided over tensor parallelism; None: replicated over it.
-        divisible_dim: dimension that tensor parallelism divides where its size is above 1.
-        role: "embedding" and "output" weights are stepped element by element, whatever their shape.
-        matrices: matrices stacked along the first dimension(s) of it, on this rank.
-        ep_size: expert-parallel ranks over which such a stack of experts is divided; 1: not
-        divided.
-        blocks: rows of the fused matrices inside it (e.g. gate and up), summing to the rows.
-        logical_rows: rows before padding, where the parameter itself is padded; else None.
-        tied: name shared by the copies of one logical weight; None if it has one copy.
-        sequence_parallel: used under sequence parallelism, so replicas' gradients are summed.
-        use_muon: an explicit choice for or against the matrix child; None: decided by shape.
-        keep_fp32: stays FP32 and is replicated over every rank that holds a copy.
-        recipe: how it is quantised, as text; None for a plain weight.
-    """
-
-    name: str
-    local_name: str
-    chunk: int
-    dtype: str
-    local_shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    boxes: tuple[BoxPair, ...]
-    domain: Domain = "dense"
-    tp_dim: int | None = None
-    divisible_dim: int | None = None
-    role: Role = "vector"
-    matrices: int = 1
-    ep_size: int = 1
-    blocks: tuple[int, ...] | None = None
-    logical_rows: int | None = None
-    tied: str | None = None
-    sequence_parallel: bool = False
-    use_muon: bool | None = None
-    keep_fp32: bool = False
-    recipe: str | None = None
-
-    @property
-    def numel(self) -> int:
-        """Elements on this rank."""
-        return torch.Size(self.local_shape).numel()
-
-    def facts(self) -> tuple[object, ...]:
-        """What must agree on every rank that holds a part of the same parameter.
-
-        The local name and the boxes are left out; boxes follow from the rest and the rank's place.
-        """
-        local = ("local_name", "boxes")
-        return tuple(getattr(self, f.name) for f in fields(self) if f.name not in local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +48,11 @@ def annotate(
     *,
     tp_dim: int | None = None,
     blocks: Sequence[int] | None = None,
+    split_blocks: bool = True,
+    qkv: Sequence[int] | None = None,
     expert: bool = False,
     tied: str | None = None,
-    matrices: int = 1,
+    matrices: int | None = None,
     logical_rows: int | None = None,
     sequence_parallel: bool = False,
     embedding: bool = False,
@@ -126,10 +65,17 @@ def annotate(
     Args:
         param: the parameter; returned, so that the call can wrap its creation.
         tp_dim: dimension that is divided over the tensor-parallel ranks.
-        blocks: rows of the fused matrices inside it, for the whole (global) parameter.
+        blocks: rows of the fused matrices inside it, for the whole (global) parameter or one of a
+            stack. Muon orthogonalises each by itself; rows beyond them get no update from it.
+            Tensor parallelism divides each by itself.
+        split_blocks: False: Muon takes the blocks together as one matrix; they only say how tensor
+            parallelism divides.
+        qkv: rows of query, (gate,) key and value in one query group, where the rows are group after
+            group as Megatron lays them out. Muon orthogonalises each over all groups.
         expert: belongs to the expert domain.
         tied: name of the logical weight that several parameters share.
-        matrices: number of matrices stacked in it: `[E, out, in]` or `[E * out, in]`.
+        matrices: number of matrices stacked in it on this rank: `[E, out, in]` or
+            `[E * out, in]`.
         logical_rows: rows of the whole parameter without its own padding rows.
         sequence_parallel: replicated and used under sequence parallelism.
         embedding: an embedding table: stepped element by element.
@@ -143,6 +89,8 @@ def annotate(
     tags = Annotation(
         tp_dim=tp_dim,
         blocks=None if blocks is None else tuple(blocks),
+        split_blocks=split_blocks,
+        qkv=None if qkv is None else tuple(qkv),
         expert=expert,
         tied=tied,
         matrices=matrices,
@@ -271,21 +219,6 @@ def bind_main_grad(param: nn.Parameter, main_grad: torch.Tensor) -> None:
     param.grad = None
 
 
-def logical_numel(info: ParamInfo, tp_rank: int) -> int:
-    """Leading local elements of a parameter that are not its own padding rows.
-
-    Args:
-        info: the parameter.
-        tp_rank: this rank among those that divide it.
-    """
-    if info.logical_rows is None:
-        return info.numel
-    rows = info.local_shape[0]
-    before = tp_rank * rows if info.tp_dim == 0 else 0
-    kept = min(rows, max(0, info.logical_rows - before))
-    return kept * (info.numel // rows)
-
-
 class Holder:
     """Who holds a parameter in its buckets; copies and pickles of the parameter hold nothing."""
 
@@ -344,10 +277,17 @@ def _info(
         domain = "replicated"
     tensor = groups.domain(domain).tensor
     local_shape = tuple(param.shape)
+    matrices = stack_size(local_shape, tags.matrices)
     global_shape, boxes = tensor_parallel_boxes(
-        name, local_shape, tags.tp_dim, tags.blocks, tensor.size, tensor.rank
+        name,
+        local_shape,
+        tags.tp_dim,
+        tags.blocks,
+        tensor.size,
+        tensor.rank,
+        row_dimension(len(local_shape), matrices),
     )
-    ep_size = groups.ep.size if tags.expert and tags.matrices > 1 else 1
+    ep_size = groups.ep.size if tags.expert and matrices is not None else 1
     if ep_size > 1:
         global_shape, boxes = stack_boxes(global_shape, boxes, ep_size, groups.ep.rank)
     role: Role = "matrix" if param.dim() >= 2 else "vector"
@@ -367,9 +307,11 @@ def _info(
         tp_dim=tags.tp_dim if tensor.size > 1 else None,
         divisible_dim=tags.tp_dim,
         role=role,
-        matrices=tags.matrices,
+        matrices=matrices,
         ep_size=ep_size,
         blocks=tags.blocks,
+        split_blocks=tags.split_blocks,
+        qkv=tags.qkv,
         logical_rows=tags.logical_rows,
         tied=tags.tied,
         sequence_parallel=tags.sequence_parallel,
@@ -388,9 +330,16 @@ def _megatron_tags(name: str, param: nn.Parameter) -> Annotation:
             f"parameter {name!r}: tensor_model_parallel is set but partition_dim = "
             f"{partition_dim} is not a dimension of shape {tuple(param.shape)}"
         )
+    qkv = getattr(param, "qkv_split_shapes", None) if getattr(param, "is_qkv", False) else None
+    if getattr(param, "is_qkv", False) and not qkv:
+        raise ConfigError(
+            f"parameter {name!r}: is_qkv is set but qkv_split_shapes = {qkv!r}; give the rows of "
+            "query, key and value in one query group"
+        )
     shared = bool(getattr(param, "shared_embedding", False) or getattr(param, "shared", False))
     return Annotation(
         tp_dim=partition_dim if parallel else None,
+        qkv=None if qkv is None else tuple(int(rows) for rows in qkv),
         expert=not getattr(param, "allreduce", True),
         tied="embedding" if shared else None,
         sequence_parallel=bool(getattr(param, "sequence_parallel", False)),

@@ -18,6 +18,8 @@ from megatron_lw.optimizer.runtime import Runtime
 from megatron_lw.overrides import ParamGroupOverride, ParamKey, check_overrides
 
 FINGERPRINT_BITS = 16
+POLICIES = frozenset({"clip_grad"})
+"""Settings of a group that are the present configuration's: a checkpoint never restores them."""
 
 
 def make_param_groups(
@@ -26,8 +28,9 @@ def make_param_groups(
     """One dictionary for each group of the routing, empty ones included, alike on every rank.
 
     Each has `params` and `name`; `lr`, `weight_decay`, `max_lr`, `min_lr`, `wd_mult`, `lr_mult` for
-    schedulers; `is_expert_parallel`, `is_decoupled_lr`, `default_config` as Megatron has them; and
-    the settings of its child, read at every step.
+    schedulers; `is_expert_parallel`, `is_decoupled_lr`, `default_config` as Megatron has them;
+    `clip_grad`, whether its gradients are clipped; and the settings of its child, read at every
+    step.
 
     Args:
         config: where settings come from that no override gives.
@@ -120,6 +123,11 @@ def fingerprint(groups: Sequence[ParamGroup]) -> int:
         for group in groups
     ]
     return zlib.crc32(repr(values).encode()) >> (32 - FINGERPRINT_BITS)
+
+
+def exempt_from_clipping(groups: Sequence[ParamGroup]) -> frozenset[str]:
+    """Names of the groups whose gradients are not clipped: those with `clip_grad` False."""
+    return frozenset(group["name"] for group in groups if not group["clip_grad"])
 
 
 def _group(config: OptimizerConfig, spec: ParamGroupSpec, params: list[Any]) -> ParamGroup:

@@ -20,12 +20,17 @@ from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer.bucketing import BucketPlan, Cost, close_domain, pack_domain
 from megatron_lw.optimizer.owners import assign_owners, newton_schulz_cost
 from megatron_lw.optimizer.pieces import BoolArray, FloatArray, IntArray, Pieces
-from megatron_lw.optimizer.plan_params import PlanParam, backward_indices, canonical_order
+from megatron_lw.optimizer.plan_params import (
+    PlanParam,
+    PlanUnit,
+    backward_indices,
+    canonical_order,
+)
 from megatron_lw.optimizer.plan_report import ElementBytes, PlanMetrics, describe, measure
 
-__all__ = ["BucketPlan", "OwnershipPlan", "PlanMetrics", "PlanParam", "plan_domain"]
+__all__ = ["BucketPlan", "OwnershipPlan", "PlanMetrics", "PlanParam", "PlanUnit", "plan_domain"]
 
-DIGEST_VERSION = 1
+DIGEST_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,6 +47,7 @@ class OwnershipPlan:
         params: Parameters in canonical (natural-sorted) order.
         buckets: Buckets in the order in which backward completes them.
         matrix_param: [matrices] index of the parameter.
+        matrix_unit: [matrices] which of its `owned_units` it is.
         matrix_start: [matrices] offset in the parameter's flattened local elements.
         matrix_numel: [matrices] local elements.
         matrix_bucket: [matrices] index of the bucket.
@@ -61,6 +67,7 @@ class OwnershipPlan:
     params: tuple[PlanParam, ...]
     buckets: tuple[BucketPlan, ...]
     matrix_param: IntArray
+    matrix_unit: IntArray
     matrix_start: IntArray
     matrix_numel: IntArray
     matrix_bucket: IntArray
@@ -81,6 +88,11 @@ class OwnershipPlan:
     def sharded(self) -> BoolArray:
         """[matrices] true where tensor parallelism cuts the matrix."""
         return np.array([self.params[i].sharded for i in self.matrix_param], dtype=np.bool_)
+
+    def unit_of(self, matrix: int) -> PlanUnit:
+        """Return the rows that matrix `matrix` of the plan is, with what is orthogonalised."""
+        param = self.params[int(self.matrix_param[matrix])]
+        return param.owned_units[int(self.matrix_unit[matrix])]
 
     def is_matrix_bucket(self, index: int) -> bool:
         """Return whether bucket `index` holds matrices, not element-wise parameters."""
@@ -192,6 +204,7 @@ def plan_domain(
         params=ordered,
         buckets=packed.buckets,
         matrix_param=units.param,
+        matrix_unit=units.unit,
         matrix_start=units.start,
         matrix_numel=units.numel,
         matrix_bucket=units.bucket,

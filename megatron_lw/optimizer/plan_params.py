@@ -10,6 +10,22 @@ from megatron_lw.optimizer.names import natural_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanUnit:
+    """A run of rows of a global matrix that has an owner of its own.
+
+    Attributes:
+        start: First row.
+        rows: Number of rows.
+        matrices: (rows, cols) of each matrix that is orthogonalised in it; several where their rows
+            lie among each other, fewer rows than the run has where some are padding.
+    """
+
+    start: int
+    rows: int
+    matrices: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanParam:
     """What the planner needs to know of one parameter.
 
@@ -18,8 +34,9 @@ class PlanParam:
         numel: Local elements, what lies in the buffers.
         child: Name of the child optimizer that steps it.
         matrix: (rows, cols) of one global matrix; None under an element-wise child.
-        count: Matrices stacked in it, each a contiguous run of `numel // count` local elements with
-            an owner of its own.
+        count: Matrices stacked in it, each a contiguous run of `numel // count` local elements.
+        units: Runs of rows of one matrix that are owned; rows of none take no part in the exchange.
+            Empty: every matrix is one unit.
         chunk: Model chunk (virtual pipeline).
         tied: Tied name; gives it a bucket of its own, laid out alike wherever a copy lives.
         sharded: True where tensor parallelism cuts it, so that `numel` is 1/tp of the global
@@ -32,10 +49,18 @@ class PlanParam:
     child: str
     matrix: tuple[int, int] | None = None
     count: int = 1
+    units: tuple[PlanUnit, ...] = ()
     chunk: int = 0
     tied: str | None = None
     sharded: bool = False
     group: str = ""
+
+    @property
+    def owned_units(self) -> tuple[PlanUnit, ...]:
+        """The units of one stacked matrix; none where it is stepped element by element."""
+        if self.matrix is None or self.units:
+            return self.units
+        return (PlanUnit(start=0, rows=self.matrix[0], matrices=(self.matrix,)),)
 
     def values(self) -> list[object]:
         """Return all fields, in the order in which they are declared."""
@@ -45,6 +70,7 @@ class PlanParam:
             self.child,
             self.matrix,
             self.count,
+            tuple((unit.start, unit.rows, unit.matrices) for unit in self.units),
             self.chunk,
             self.tied,
             self.sharded,
@@ -88,6 +114,8 @@ def _check_param(param: PlanParam, tp: int) -> None:
             f"numel={param.numel} elements: count must be at least 1 and divide numel"
         )
     if param.matrix is None:
+        if param.units:
+            raise ConfigError(f"parameter {param.name!r} has units, but no matrix: give both")
         return
     rows, cols = param.matrix
     parts = tp if param.sharded else 1
@@ -98,6 +126,23 @@ def _check_param(param: PlanParam, tp: int) -> None:
             f"have {param.count * rows * cols / parts:g}: give the global matrix, and "
             "sharded=True exactly where tensor parallelism cuts it"
         )
+    _check_units(param)
+
+
+def _check_units(param: PlanParam) -> None:
+    """Check that units are runs of rows, one after another, that divide into whole elements."""
+    rows, cols = param.matrix or (0, 0)
+    end, numel = 0, param.numel // param.count
+    for unit in param.units:
+        used = sum(height for height, _ in unit.matrices)
+        fits = end <= unit.start and unit.start + unit.rows <= rows and 0 < used <= unit.rows
+        whole = not (unit.start * numel % rows or unit.rows * numel % rows)
+        if not fits or not whole or any(width != cols for _, width in unit.matrices):
+            raise ConfigError(
+                f"parameter {param.name!r} of {rows} x {cols}: {unit} is no run of its rows beyond "
+                f"row {end} that holds its matrices: mend the declared blocks"
+            )
+        end = unit.start + unit.rows
 
 
 def backward_indices(ordered: Sequence[PlanParam], names: Sequence[str] | None) -> list[int]:

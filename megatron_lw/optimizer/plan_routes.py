@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron_lw.groups import DOMAINS, Domain
-from megatron_lw.optimizer.plan import OwnershipPlan, PlanParam, plan_domain
+from megatron_lw.optimizer.matrix_view import MatrixView
+from megatron_lw.optimizer.plan import OwnershipPlan, PlanParam, PlanUnit, plan_domain
 from megatron_lw.optimizer.routing import Route
 
 
@@ -43,8 +44,23 @@ def _plan_param(route: Route) -> PlanParam:
         child=route.child,
         matrix=None if matrix is None else (matrix.rows, matrix.cols),
         count=1 if matrix is None else matrix.count,
+        units=() if matrix is None else _plan_units(matrix),
         chunk=route.info.chunk,
         tied=route.info.tied,
         sharded=route.info.tp_dim is not None,
         group=route.group.name,
     )
+
+
+def _plan_units(view: MatrixView) -> tuple[PlanUnit, ...]:
+    """The units as the planner knows them; none where a stored matrix is one."""
+    units = tuple(
+        PlanUnit(
+            start=unit.start,
+            rows=unit.rows,
+            matrices=tuple((part.rows, view.cols) for part in unit.parts),
+        )
+        for unit in view.units
+    )
+    whole = PlanUnit(start=0, rows=view.rows, matrices=((view.rows, view.cols),))
+    return () if units == (whole,) else units

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lw.child_names import MATRIX_CHILDREN
+from megatron_lw.child_names import MATRIX_CHILDREN, WHOLE_CHILDREN
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.distributed.collectives import all_gather_objects
 from megatron_lw.distributed.group import Group
 from megatron_lw.errors import ConfigError
-from megatron_lw.optimizer.boxes import BoxPair, tensor_parallel_boxes
 from megatron_lw.optimizer.describe import DescribedModel, ParamInfo, has_attribute
+from megatron_lw.optimizer.matrix_view import DEPTHWISE, MatrixView, matrix_view, no_matrix
 from megatron_lw.optimizer.names import natural_key
 from megatron_lw.overrides import (
     ParamGroupOverride,
@@ -28,36 +28,6 @@ from megatron_lw.overrides import (
 )
 
 _EMBEDDING_ATTRIBUTE = "is_embedding_or_output_parameter"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatrixView:
-    """Which matrix, or stack of equal matrices, a parameter is.
-
-    Attributes:
-        count: matrices stacked in it.
-        rows: rows of one whole (global) matrix: outputs.
-        cols: columns of one whole matrix: inputs.
-        tp_dim: dimension of one matrix that tensor parallelism divides; None where it does not.
-        blocks: rows of the fused matrices in one matrix, each divided by itself; None: one block.
-    """
-
-    count: int
-    rows: int
-    cols: int
-    tp_dim: int | None = None
-    blocks: tuple[int, ...] | None = None
-
-    def shard_boxes(self, tp_size: int) -> tuple[tuple[BoxPair, ...], ...]:
-        """For each tensor-parallel rank, which box of its local matrix is which of the whole."""
-        if self.tp_dim is None or tp_size == 1:
-            return ()
-        shape = [self.rows, self.cols]
-        shape[self.tp_dim] //= tp_size
-        return tuple(
-            tensor_parallel_boxes("matrix", tuple(shape), self.tp_dim, self.blocks, tp_size, t)[1]
-            for t in range(tp_size)
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,24 +54,19 @@ class Route:
     Attributes:
         info: the parameter's facts.
         group: its parameter group.
-        view: which matrix it is, whoever steps it; None if it is none.
+        matrix: which matrices its child orthogonalises; None where it steps element by element.
         reason: what decided.
     """
 
     info: ParamInfo
     group: ParamGroupSpec
-    view: MatrixView | None
+    matrix: MatrixView | None
     reason: str
 
     @property
     def child(self) -> str:
         """The child that steps it."""
         return self.group.child
-
-    @property
-    def matrix(self) -> MatrixView | None:
-        """The matrix that its child orthogonalises; None where it steps element by element."""
-        return self.view if self.child in MATRIX_CHILDREN else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,28 +86,6 @@ class Routing:
         """Parameter name -> parameter-group name."""
         return {route.info.name: route.group.name for route in self.routes}
 
-    def report(self) -> str:
-        """A table of every parameter with its child, group, matrix and the reason."""
-        header = ("parameter", "shape", "dtype", "child", "matrix", "group", "because")
-        rows = [
-            (
-                route.info.name,
-                "x".join(map(str, route.info.local_shape)) or "scalar",
-                route.info.dtype,
-                route.child,
-                _matrix_text(route.matrix),
-                route.group.name,
-                route.reason,
-            )
-            for route in self.routes
-        ]
-        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in [header, *rows]
-        ]
-        return "\n".join(lines)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplicitGroup:
@@ -150,56 +93,6 @@ class ExplicitGroup:
 
     params: tuple[str, ...]
     settings: tuple[tuple[str, Any], ...]
-
-
-def matrix_view(info: ParamInfo) -> MatrixView | None:
-    """Which matrix a parameter is; None where it is none.
-
-    A 2-D weight is a matrix as it stands; a convolution (3-D to 5-D) is
-    `[out_channels, product of the rest]`; a declared stack is a batch of matrices. The shape is the
-    global one without padding rows. A depthwise convolution (one input channel) is no matrix.
-    """
-    shape = info.global_shape
-    if info.ep_size > 1:
-        shape = (shape[0] // info.ep_size, *shape[1:])
-    if len(shape) < 2 or 0 in shape:
-        return None
-    tp_dim = info.tp_dim
-    if info.matrices > 1 and len(shape) >= 3:
-        if shape[0] != info.matrices or len(shape) > 3:
-            raise ConfigError(
-                f"parameter {info.name!r}: matrices = {info.matrices} of a parameter of shape "
-                f"{shape}; a stack is [matrices, rows, cols] or [matrices * rows, cols]"
-            )
-        tp_dim = None if tp_dim is None else tp_dim - 1
-        shape = (shape[0] * shape[1], shape[2])
-    elif len(shape) >= 3 and shape[1] == 1:
-        return None
-    rows = shape[0]
-    cols = 1
-    for extent in shape[1:]:
-        cols *= extent
-    if tp_dim is not None and _cuts_across(info, tp_dim):
-        raise ConfigError(
-            f"parameter {info.name!r} of shape {shape} is divided along dimension {info.tp_dim}, "
-            "which does not divide its matrices into rows or columns; use_muon=False sends it to "
-            "the element-wise child"
-        )
-    return MatrixView(
-        count=info.matrices,
-        rows=rows // info.matrices,
-        cols=cols,
-        tp_dim=tp_dim,
-        blocks=info.blocks if info.matrices == 1 else None,
-    )
-
-
-def _cuts_across(info: ParamInfo, tp_dim: int) -> bool:
-    """Whether tensor parallelism divides a stack itself, or a convolution inside its columns."""
-    dims = len(info.global_shape)
-    if info.matrices > 1:
-        return tp_dim < 0 or (dims == 2 and tp_dim == 0)
-    return dims > 2 and tp_dim > 1
 
 
 def decide_routes(
@@ -217,8 +110,9 @@ def decide_routes(
         explicit: groups added by hand; their settings win over those of the overrides.
 
     Raises:
-        ConfigError: two overrides contradict each other, a parameter is in two groups, or a matrix
-            child is asked for a parameter that is no matrix.
+        ConfigError: two overrides contradict each other, a parameter is in two groups, a matrix
+            child is asked for a parameter that is no matrix, or what is declared of one does not
+            add up.
     """
     overrides = standard_overrides(config) if overrides is None else overrides
     check_overrides(overrides)
@@ -226,19 +120,12 @@ def decide_routes(
     routes: list[Route] = []
     for info in model.infos:
         settings = {**_override_of(info, model, overrides), **by_hand.get(info.name, {})}
-        view = matrix_view(info)
-        child, reason = _choose_child(info, view, config, settings.pop("optimizer", None))
-        if child in MATRIX_CHILDREN and info.logical_rows is not None:
-            raise ConfigError(
-                f"parameter {info.name!r}: logical_rows = {info.logical_rows} of a matrix that "
-                "Muon steps: padding inside a matrix is not supported yet; use_muon=False sends "
-                f"it to {config.muon_scalar_optimizer}"
-            )
+        child, reason = _choose_child(info, config, settings.pop("optimizer", None))
         routes.append(
             Route(
                 info=info,
                 group=_group_spec(child, info.domain == "expert", settings),
-                view=view,
+                matrix=view_under(child, info, split_qkv=config.muon_split_qkv),
                 reason=reason,
             )
         )
@@ -251,45 +138,65 @@ def agree_on_groups(routes: Sequence[Route], config: OptimizerConfig, world: Gro
     Collective: all-gather of group descriptions over `world`.
 
     Raises:
-        ConfigError: Muon is configured and gets none of the model's matrices.
+        ConfigError: Muon is configured and gets no matrix of the whole model.
     """
-    mine = (
-        sorted({route.group for route in routes}, key=lambda g: natural_key(g.name)),
-        any(route.view is not None for route in routes),
-    )
-    gathered = all_gather_objects(mine, world)
-    specs = {spec for found, _ in gathered for spec in found}
-    has_matrix = any(found for _, found in gathered)
+    mine = sorted({route.group for route in routes}, key=lambda g: natural_key(g.name))
+    specs = {spec for found in all_gather_objects(mine, world) for spec in found}
     wanted = config.optimizer
-    if wanted in MATRIX_CHILDREN and has_matrix and not any(s.child == wanted for s in specs):
+    if wanted in MATRIX_CHILDREN and not any(spec.child == wanted for spec in specs):
+        reasons = sorted({f"{route.info.name} ({route.reason})" for route in routes})
         raise ConfigError(
-            f"optimizer={wanted!r}, but none of the model's matrices is routed to {wanted}; use "
-            "optimizer='adam', or remove the tags and overrides that send them elsewhere"
+            f"optimizer={wanted!r}, but no matrix of the model is routed to it: "
+            f"{', '.join(reasons[:5])}{', ...' if len(reasons) > 5 else ''}; use "
+            "optimizer='adam', or remove the tags and overrides that send its matrices elsewhere"
         )
     return Routing(tuple(routes), tuple(sorted(specs, key=lambda s: natural_key(s.name))))
 
 
-def _choose_child(
-    info: ParamInfo, view: MatrixView | None, config: OptimizerConfig, forced: str | None
-) -> tuple[str, str]:
+def _choose_child(info: ParamInfo, config: OptimizerConfig, forced: str | None) -> tuple[str, str]:
     whole = config.optimizer in MATRIX_CHILDREN
     scalar = config.muon_scalar_optimizer if whole else config.optimizer
+    shape_reason = no_matrix(info)
     if forced is not None:
-        if forced in MATRIX_CHILDREN and view is None:
-            raise ConfigError(
-                f"parameter {info.name!r} of shape {info.local_shape} is no matrix; "
-                f"an override sets optimizer={forced!r} for it: remove it or use 'adam'"
-            )
+        if forced in MATRIX_CHILDREN:
+            _require_matrix(info, shape_reason, f"an override sets optimizer={forced!r}")
         return forced, "override"
     if not whole:
         return scalar, f"optimizer={config.optimizer}"
     if info.use_muon is not None:
+        if info.use_muon:
+            _require_matrix(info, shape_reason, "use_muon=True")
         return (config.optimizer if info.use_muon else scalar), f"use_muon={info.use_muon}"
     if info.role in ("embedding", "output"):
         return scalar, f"{info.role} weight"
-    if view is None:
-        return scalar, "no matrix"
+    if shape_reason is not None:
+        return scalar, shape_reason
     return config.optimizer, "matrix"
+
+
+def view_under(child: str, info: ParamInfo, *, split_qkv: bool = True) -> MatrixView | None:
+    """Which matrices a parameter is to the child that steps it; None if that asks for none.
+
+    Args:
+        child: its name.
+        info: the parameter.
+        split_qkv: see `matrix_view`.
+
+    Raises:
+        ConfigError: what is declared of it does not add up.
+    """
+    if child not in MATRIX_CHILDREN:
+        return None
+    return matrix_view(info, split_qkv=split_qkv, whole=child in WHOLE_CHILDREN)
+
+
+def _require_matrix(info: ParamInfo, shape_reason: str | None, asked: str) -> None:
+    """Refuse a matrix child for what is none; a depthwise convolution may be asked for."""
+    if shape_reason not in (None, DEPTHWISE):
+        raise ConfigError(
+            f"parameter {info.name!r} of shape {info.local_shape} is no matrix ({shape_reason}), "
+            f"but {asked} for it: drop that, and the element-wise child takes it"
+        )
 
 
 def _override_of(
@@ -322,10 +229,3 @@ def _group_spec(child: str, is_expert: bool, settings: Mapping[str, Any]) -> Par
     parts = [child, "expert" if is_expert else "dense"]
     parts += [f"{key}={value}" for key, value in ordered]
     return ParamGroupSpec(name="/".join(parts), child=child, is_expert=is_expert, settings=ordered)
-
-
-def _matrix_text(view: MatrixView | None) -> str:
-    if view is None:
-        return "-"
-    shape = f"{view.rows}x{view.cols}"
-    return shape if view.count == 1 else f"{view.count} of {shape}"

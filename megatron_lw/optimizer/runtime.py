@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,7 +12,8 @@ from megatron_lw.distributed.agreement import Kept
 from megatron_lw.distributed.buffers import BucketBuffer
 from megatron_lw.distributed.gather import Publisher
 from megatron_lw.groups import Domain
-from megatron_lw.optimizer.children.base import Child
+from megatron_lw.optimizer.children.base import Child, ParamGroup
+from megatron_lw.optimizer.children.matrix import MatrixChild
 from megatron_lw.optimizer.describe import DescribedModel
 from megatron_lw.optimizer.plan import OwnershipPlan
 from megatron_lw.optimizer.routing import Routing
@@ -47,3 +49,25 @@ class Runtime:
         with kept.keeping("before publishing"):
             for publisher in self.publishers:
                 publisher.master.require_finite()
+
+    @property
+    def matrix_children(self) -> tuple[MatrixChild, ...]:
+        """The children that step whole matrices."""
+        return tuple(child for child in self.children if isinstance(child, MatrixChild))
+
+    def record_scales(
+        self, param_groups: Sequence[ParamGroup], state: MutableMapping[Any, Any]
+    ) -> None:
+        """Have the matrix children take their scales anew; `state[name]["lr_ratio"]` records them.
+
+        Nothing reads what is recorded.
+
+        Args:
+            param_groups: with their present settings.
+            state: of the optimizer; an entry is a dictionary.
+        """
+        settings = {group["name"]: group for group in param_groups}
+        for child in self.matrix_children:
+            child.record(settings)
+            for name, ratio in child.lr_ratios.items():
+                state[name]["lr_ratio"] = ratio

@@ -10,10 +10,9 @@ on that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
 
 import torch
 
@@ -21,6 +20,7 @@ from megatron_lw.distributed.agreement import Kept
 from megatron_lw.distributed.buffers import BucketBuffer
 from megatron_lw.distributed.collectives import all_gather_objects, all_reduce
 from megatron_lw.distributed.group import Group
+from megatron_lw.errors import NonFiniteError, PlanMismatchError
 
 _RUN = 1 << 16
 _SMALL_SUM_OF_SQUARES = 1e-24
@@ -33,6 +33,7 @@ class GradStats:
     Attributes:
         norm: Euclidean norm over all logical elements; nan or inf if an element is not finite.
         zeros: number of elements that are exactly zero; None if not asked for.
+        clipped_norm: the norm over the parameter groups that are clipped.
         nonfinite: parameters with elements that are not finite, and the ranks whose rows hold
         those.
         settings_agree: whether all ranks came with the same settings.
@@ -41,6 +42,7 @@ class GradStats:
 
     norm: float
     zeros: int | None
+    clipped_norm: float = math.nan
     nonfinite: tuple[str, ...] = ()
     settings_agree: bool = True
     failed: bool = False
@@ -57,6 +59,7 @@ class CountedRun:
 
     Attributes:
         bucket: the bucket.
+        group: the parameter group.
         counts: whether it enters norm and zero count; of copies, only whether they are finite is
             asked: an element may overflow in one copy alone.
         start: first element in the row.
@@ -67,6 +70,7 @@ class CountedRun:
     """
 
     bucket: BucketBuffer
+    group: str
     counts: bool
     start: int
     stop: int
@@ -80,7 +84,9 @@ class CountedRun:
 
 
 def counted_runs(
-    buckets: Sequence[BucketBuffer], counted: Callable[[str], int]
+    buckets: Sequence[BucketBuffer],
+    counted: Callable[[str], int],
+    group_of: Mapping[str, str],
 ) -> tuple[CountedRun, ...]:
     """The runs of this rank's rows, as few as possible, with whether they are counted.
 
@@ -88,6 +94,7 @@ def counted_runs(
         buckets: all buckets of this rank.
         counted: how many leading local elements of the parameter of that name this rank counts; of
             several copies of one logical parameter exactly one rank may count any.
+        group_of: parameter name -> parameter-group name.
     """
     runs: list[CountedRun] = []
     for bucket in buckets:
@@ -98,11 +105,11 @@ def counted_runs(
             slots.append((True, name, slot.row_start, middle))
             slots.append((False, name, middle, end))
         slots = [slot for slot in slots if slot[2] < slot[3]]
-        for counts, found in groupby(slots, key=itemgetter(0)):
+        for (counts, group), found in groupby(slots, key=lambda s: (s[0], group_of[s[1]])):
             parts = tuple((name, start, stop) for _, name, start, stop in found)
             start, stop = parts[0][1], parts[-1][2]
             padding = stop - start - sum(last - first for _, first, last in parts)
-            runs.append(CountedRun(bucket, counts, start, stop, padding, parts))
+            runs.append(CountedRun(bucket, group, counts, start, stop, padding, parts))
     return tuple(runs)
 
 
@@ -113,6 +120,7 @@ def measure(
     *,
     count_zeros: bool,
     fingerprint: int = 0,
+    exempt: Set[str] = frozenset(),
     kept: Kept | None = None,
 ) -> GradStats:
     """Norm and zero count of the reduced gradient over all ranks.
@@ -125,26 +133,29 @@ def measure(
         fingerprint: a number below 2**16 that stands for this rank's settings; that it is the same
             on all ranks is found in the same reduction: only equal numbers have
             n sum(f^2) = (sum f)^2.
+        exempt: parameter groups that are not clipped.
         kept: failures of this rank so far; that any rank has one is found in the same reduction.
 
-    Collective: one all-reduce of five fp64 numbers over `group`; where the total is not finite or
+    Collective: one all-reduce of six fp64 numbers over `group`; where the total is not finite or
     tiny, one more and, if an element is not finite, one all-gather of names.
     """
     kept = kept or Kept()
-    total = torch.zeros(5, dtype=torch.float64, device=device)
+    total = torch.zeros(6, dtype=torch.float64, device=device)
     total[2], total[3] = fingerprint, fingerprint**2
     for run in runs:
         with kept.keeping(f"statistics of {run.bucket.label}"):
             grads = run.grads
-            total[0] += sum_of_squares(grads) * run.counts  # nan for a copy that is not finite
+            found = sum_of_squares(grads) * run.counts  # nan for a copy that is not finite
+            total[0] += found
+            total[5] += found * (run.group not in exempt)
             if count_zeros and run.counts:
                 total[1] += grads.numel() - run.padding - torch.count_nonzero(grads)
     total[4] = kept.error is not None
     all_reduce(total, group, label="gradient statistics")
-    squares, zeros, first, second, failures = total.tolist()
+    squares, zeros, first, second, failures, clipped = total.tolist()
     nonfinite: tuple[str, ...] = ()
     if not failures and not (_SMALL_SUM_OF_SQUARES < squares < math.inf):
-        squares, failures = _careful_sum_of_squares(runs, group, device, kept)
+        squares, clipped, failures = _careful_sums_of_squares(runs, group, device, exempt, kept)
         if not failures and not math.isfinite(squares):
             nonfinite, failures = _name_nonfinite(runs, group, kept)
     if failures:
@@ -152,6 +163,7 @@ def measure(
     return GradStats(
         norm=math.sqrt(squares),
         zeros=int(zeros) if count_zeros else None,
+        clipped_norm=math.sqrt(clipped),
         nonfinite=nonfinite,
         settings_agree=group.size * second == first * first,
     )
@@ -166,6 +178,63 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     if max_norm <= 0.0:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
+
+
+def require_usable(measured: GradStats, *, skips: bool) -> None:
+    """Refuse what no step can use; alike on every rank, as the statistics are the same.
+
+    Args:
+        measured: of this step.
+        skips: whether a gradient that is not finite only skips the step.
+
+    Raises:
+        PlanMismatchError: ranks came with different settings.
+        NonFiniteError: a gradient is not finite.
+    """
+    if not measured.settings_agree:
+        raise PlanMismatchError(
+            "ranks came to step() with different settings in param_groups (lr, weight_decay "
+            "and the like); nothing was updated. Drive them by the same schedule on every rank"
+        )
+    if not measured.finite and not skips:
+        raise NonFiniteError(
+            f"the gradient is not finite in {', '.join(measured.nonfinite)}; nothing was "
+            "updated. Look for the cause, or set on_nonfinite='skip' to skip such steps"
+        )
+
+
+def scale_gradients(
+    buckets: Sequence[BucketBuffer],
+    runs: Sequence[CountedRun],
+    measured: GradStats,
+    *,
+    max_norm: float,
+    by_total: bool,
+    exempt: Set[str],
+    inverse_scale: float,
+) -> None:
+    """Undo the loss scale everywhere, and clip what is not exempt, in place.
+
+    Args:
+        buckets: all buckets.
+        runs: all runs of their rows.
+        measured: norms, of gradients that are still scaled.
+        max_norm: see `clip_coefficient`.
+        by_total: whether the norm is that of all gradients, or of those that are clipped.
+        exempt: parameter groups that are not clipped.
+        inverse_scale: one over the loss scale.
+    """
+    norm = measured.norm if by_total else measured.clipped_norm
+    clip = clip_coefficient(norm * inverse_scale, max_norm)
+    if not exempt or clip == 1.0:
+        if clip * inverse_scale != 1.0:
+            for bucket in buckets:
+                bucket.grad_row.mul_(clip * inverse_scale)
+        return
+    for run in runs:
+        factor = inverse_scale if run.group in exempt else clip * inverse_scale
+        if factor != 1.0:
+            run.grads.mul_(factor)
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
@@ -184,18 +253,20 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _careful_sum_of_squares(
-    runs: Sequence[CountedRun], group: Group, device: torch.device, kept: Kept
-) -> tuple[float, float]:
-    """Sum of squares in fp64, and on how many ranks that failed."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+def _careful_sums_of_squares(
+    runs: Sequence[CountedRun], group: Group, device: torch.device, exempt: Set[str], kept: Kept
+) -> tuple[float, float, float]:
+    """Sums of squares in fp64, of all and of what is clipped, and how many ranks failed."""
+    total = torch.zeros(3, dtype=torch.float64, device=device)
     for run in runs:
         with kept.keeping(f"statistics of {run.bucket.label}"):
             norm = torch.linalg.vector_norm(run.grads, dtype=torch.float64)
-            total[0] += norm.square_() * run.counts
-    total[1] = kept.error is not None
+            squares = norm.square_() * run.counts
+            total[0] += squares
+            total[1] += squares * (run.group not in exempt)
+    total[2] = kept.error is not None
     all_reduce(total, group, label="gradient statistics in fp64")
-    return float(total[0]), float(total[1])
+    return float(total[0]), float(total[1]), float(total[2])
 
 
 def _name_nonfinite(

@@ -16,8 +16,6 @@ from megatron_lw.distributed.finalize import finalize_model_grads
 from megatron_lw.errors import (
     ConfigError,
     LayerWiseError,
-    NonFiniteError,
-    PlanMismatchError,
     StateError,
     reworded,
 )
@@ -27,12 +25,14 @@ from megatron_lw.optimizer.check import check_optimizer
 from megatron_lw.optimizer.loss_scaler import scaler_of
 from megatron_lw.optimizer.param_groups import (
     check_settings,
+    exempt_from_clipping,
     explicit_group,
     fingerprint,
     make_param_groups,
     names_by_id,
 )
 from megatron_lw.optimizer.routing import ExplicitGroup
+from megatron_lw.optimizer.routing_report import routing_report
 from megatron_lw.optimizer.runtime import Runtime
 from megatron_lw.optimizer.timings import Stopwatch
 from megatron_lw.optimizer.weight_rules import WeightRule
@@ -78,6 +78,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         self._built = False
         super().__init__(make_param_groups(config, self._runtime), {})
         self._built = True
+        self._runtime.record_scales(self.param_groups, self.state)
 
     @property
     def runtime(self) -> Runtime:
@@ -121,7 +122,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             return False, norm if measured.finite else None, measured.zeros
         self._stepped = True
         with self._stage("clip"), kept.keeping("stage 'clip'"):
-            self._scale_gradients(norm)
+            self._scale_gradients(measured)
         self._step_children(kept)
         with self._stage("agree"):
             self._agree_on(kept.error)
@@ -207,8 +208,8 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         check_optimizer(self, collectives=collectives)
 
     def routing_report(self) -> str:
-        """A table of every parameter: child, matrix, parameter group, and why."""
-        return self._runtime.routing.report()
+        """A table of this rank's parameters: child, matrices, scale, owner, group, and why."""
+        return routing_report(self._runtime, self.param_groups, self.groups)
 
     def plan_report(self) -> str:
         """Tables of who holds and owns what, one a domain."""
@@ -236,6 +237,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         self._runtime = self._rebuild([*self._explicit, added])
         self._explicit.append(added)
         self.param_groups[:] = make_param_groups(self.config, self._runtime, self.param_groups)
+        self._runtime.record_scales(self.param_groups, self.state)
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: the state lies in rows on all ranks, not in one dictionary."""
@@ -261,6 +263,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             self._runtime.device,
             count_zeros=self.config.log_num_zeros_in_grad,
             fingerprint=fingerprint(self.param_groups),
+            exempt=exempt_from_clipping(self.param_groups),
             kept=kept,
         )
 
@@ -279,30 +282,26 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
 
         In FP16 a gradient that is not finite skips the step, and the loss scale is adjusted.
         """
-        if not measured.settings_agree:
-            raise PlanMismatchError(
-                "ranks came to step() with different settings in param_groups (lr, weight_decay "
-                "and the like); nothing was updated. Drive them by the same schedule on every rank"
-            )
         skips = self.config.fp16 or self.config.on_nonfinite == "skip"
-        if not measured.finite and not skips:
-            raise NonFiniteError(
-                f"the gradient is not finite in {', '.join(measured.nonfinite)}; nothing was "
-                "updated. Look for the cause, or set on_nonfinite='skip' to skip such steps"
-            )
+        stats.require_usable(measured, skips=skips)
         self.loss_scaler.update(not measured.finite)
         return measured.finite and norm <= self.config.grad_norm_skip_threshold
 
-    def _scale_gradients(self, norm: float) -> None:
+    def _scale_gradients(self, measured: stats.GradStats) -> None:
         """Undo the loss scale, and clip."""
-        clip = stats.clip_coefficient(norm, self.config.clip_grad)
-        factor = clip * self.loss_scaler.inverse_scale
-        if factor != 1.0:
-            for bucket in self._runtime.buckets:
-                bucket.grad_row.mul_(factor)
+        stats.scale_gradients(
+            self._runtime.buckets,
+            self._runtime.counted,
+            measured,
+            max_norm=self.config.clip_grad,
+            by_total=self.config.clip_grad_by == "total",
+            exempt=exempt_from_clipping(self.param_groups),
+            inverse_scale=self.loss_scaler.inverse_scale,
+        )
 
     def _step_children(self, kept: Kept) -> None:
         """Step all children; a failure is kept, as other ranks wait for the children after it."""
+        self._runtime.record_scales(self.param_groups, self.state)
         groups = {group["name"]: group for group in self.param_groups}
         for child in self._runtime.children:
             with self._stage(child.name), kept.keeping(f"stage {child.name!r}"):

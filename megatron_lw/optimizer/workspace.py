@@ -36,7 +36,8 @@ def peak_workspace_numel(plan: OwnershipPlan) -> IntArray:
     in_flight = min(IN_FLIGHT_DIVIDED if plan.tp > 1 else IN_FLIGHT, len(rows))
     exchange, shards = _exchange_numel(plan)
     buffers = np.repeat(exchange, plan.tp) + 2 * shards
-    return in_flight * (longest + buffers) + _FP32_SCRATCH * longest + _iteration_numel(plan)
+    once = _FP32_SCRATCH * longest + _iteration_numel(plan) + _gathered_numel(plan)
+    return in_flight * (longest + buffers) + once
 
 
 def _exchange_numel(plan: OwnershipPlan) -> tuple[IntArray, IntArray]:
@@ -60,21 +61,33 @@ def _exchange_numel(plan: OwnershipPlan) -> tuple[IntArray, IntArray]:
 
 
 def _iteration_numel(plan: OwnershipPlan) -> IntArray:
-    shapes = np.array([plan.params[i].matrix or (0, 0) for i in plan.matrix_param], dtype=np.int64)
-    shapes = shapes.reshape(-1, 2)
+    found = [(i, *shape) for i in range(len(plan.owner)) for shape in plan.unit_of(i).matrices]
+    of, *sides = np.array(found, dtype=np.int64).reshape(-1, 3).T
+    shapes = np.stack(sides, axis=1)
     kind = np.unique(shapes, axis=0, return_inverse=True)[1]
     short = shapes.min(axis=1, initial=np.iinfo(np.int64).max)
     single = 2 * shapes.prod(axis=1) + 2 * short**2
     # A large matrix has a slot of its own, so that it is not added to others of its shape.
     alone = np.where(short < BATCH_BELOW, 0, np.arange(len(single)) + 1)
     batch = np.unique(
-        np.stack([plan.matrix_bucket, kind.reshape(-1), alone], axis=1), axis=0, return_inverse=True
+        np.stack([plan.matrix_bucket[of], kind.reshape(-1), alone], axis=1),
+        axis=0,
+        return_inverse=True,
     )[1].reshape(-1)
     ranks = plan.dp * plan.tp
     largest = np.zeros(ranks, dtype=np.int64)
-    np.maximum.at(largest, plan.owner, single)
-    batched = _peak_sum(plan.owner, batch, single, ranks)
+    np.maximum.at(largest, plan.owner[of], single)
+    batched = _peak_sum(plan.owner[of], batch, single, ranks)
     return np.maximum(largest, np.minimum(batched, BATCH_WORKSPACE))
+
+
+def _gathered_numel(plan: OwnershipPlan) -> IntArray:
+    """[ranks] elements of a bucket whose rows are gathered into matrices, as of fused QKV."""
+    several = np.array(
+        [len(plan.unit_of(i).matrices) > 1 for i in range(len(plan.owner))], dtype=np.bool_
+    )
+    whole = plan.matrix_numel * np.where(plan.sharded, plan.tp, 1) * several
+    return _peak_sum(plan.owner, plan.matrix_bucket, whole, plan.dp * plan.tp)
 
 
 def _peak_sum(rank: IntArray, slot: IntArray, numel: IntArray, ranks: int) -> IntArray:

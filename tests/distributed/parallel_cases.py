@@ -7,6 +7,7 @@ chosen global gradients, and the reference steps the whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class Spec:
         sequence_parallel: each tensor-parallel rank has a part of the gradient's sum.
         keep_fp32: a replica over all ranks of the stage; every one has a gradient of its own.
         embedding: stepped element by element.
+        matrices, qkv, logical_rows, split_blocks: as `megatron_lw.annotate` has them.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +44,40 @@ class Spec:
     sequence_parallel: bool = False
     keep_fp32: bool = False
     embedding: bool = False
+    matrices: int | None = None
+    qkv: tuple[int, ...] | None = None
+    logical_rows: int | None = None
+    split_blocks: bool = True
+
+    @property
+    def matrix(self) -> tuple[int, int] | None:
+        """(rows, columns) of all its matrices together, if Muon steps it."""
+        if len(self.shape) < 2 or self.embedding:
+            return None
+        rows = self.shape[0]
+        if self.matrices and len(self.shape) == 3:
+            rows *= self.shape[1]
+        return rows, torch.Size(self.shape).numel() // rows
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """The rows of each matrix, written out."""
+        count = self.matrices or 1
+        rows = self.matrix[0] // count
+        used = self.logical_rows or rows
+        one = [tuple(range(used))]
+        if self.qkv:
+            edges = [sum(self.qkv[:i]) for i in range(len(self.qkv) + 1)]
+            group = edges[-1]
+            one = [
+                tuple(r for r in range(used) if low <= r % group < high)
+                for low, high in pairwise(edges)
+            ]
+        if self.blocks:
+            edges = [sum(self.blocks[:i]) for i in range(len(self.blocks) + 1)]
+            one = [tuple(range(low, high)) for low, high in pairwise(edges)]
+            one = one if self.split_blocks else [tuple(range(edges[-1]))]
+        return tuple(tuple(r + n * rows for r in part) for n in range(count) for part in one)
 
 
 Specs = dict[str, Spec]
@@ -51,8 +87,10 @@ def part_of(spec: Spec, whole: torch.Tensor, tp_size: int, tp_rank: int) -> torc
     """A tensor-parallel rank's part of a tensor of the parameter's global shape."""
     if spec.tp_dim is None or tp_size == 1:
         return whole
-    blocks = spec.blocks if spec.blocks and spec.tp_dim == 0 else (whole.shape[spec.tp_dim],)
-    parts = [b.chunk(tp_size, spec.tp_dim)[tp_rank] for b in whole.split(list(blocks), spec.tp_dim)]
+    row_dim = 1 if spec.matrices and len(spec.shape) == 3 else 0
+    blocks = spec.blocks if spec.blocks and spec.tp_dim == row_dim else ()
+    blocks = [*blocks, whole.shape[spec.tp_dim] - sum(blocks)]
+    parts = [b.chunk(tp_size, spec.tp_dim)[tp_rank] for b in whole.split(blocks, spec.tp_dim)]
     return torch.cat(parts, spec.tp_dim).contiguous()
 
 
@@ -97,7 +135,14 @@ def rank_grad(
         index = 300 + groups.replicas.rank
     if spec.tied:
         index = 400 + 10 * groups.pp.rank + groups.dp.rank
-    return GRADS[kind](shapes, index, step)[name]
+    return _unpadded(spec, GRADS[kind](shapes, index, step)[name])
+
+
+def _unpadded(spec: Spec, grad: torch.Tensor) -> torch.Tensor:
+    """A gradient that does not reach declared rows of padding."""
+    if spec.logical_rows is not None:
+        grad[spec.logical_rows :] = 0.0
+    return grad
 
 
 def reference_grad(
@@ -123,7 +168,7 @@ def reference_grad(
             sum(GRADS[kind](shapes, 400 + 10 * s + d, step)[name] for d in range(dp)) / dp
             for s in stages
         )
-    return sum(GRADS[kind](shapes, d, step)[name] for d in range(dp)) / dp
+    return _unpadded(spec, sum(GRADS[kind](shapes, d, step)[name] for d in range(dp)) / dp)
 
 
 def train_parallel(
@@ -151,6 +196,10 @@ def train_parallel(
             param,
             tp_dim=spec.tp_dim,
             blocks=spec.blocks,
+            split_blocks=spec.split_blocks,
+            qkv=spec.qkv,
+            matrices=spec.matrices,
+            logical_rows=spec.logical_rows,
             expert=spec.expert is not None,
             tied=spec.tied,
             sequence_parallel=spec.sequence_parallel,
@@ -192,16 +241,19 @@ def reference_parallel(
     *,
     steps: int = 2,
     kind: str = "integer",
+    mode: str = "spectral",
 ) -> tuple[dict[str, torch.Tensor], list[tuple[float, int]]]:
     """Masters after the last step, and norm and zeros of each step, by the whole process."""
     settings = {}
     for name, spec in specs.items():
         vector = len(spec.shape) == 1
-        matrix = len(spec.shape) == 2 and not spec.embedding and config["optimizer"] == "muon"
+        muon = config["optimizer"] == "muon" and spec.matrix is not None
         settings[name] = Settings(
             lr=config["lr"],
             weight_decay=0.0 if vector else config["weight_decay"],
-            matrix=spec.shape if matrix else None,
+            matrix=spec.matrix if muon else None,
+            parts=spec.parts if muon else None,
+            scale_mode=mode,
         )
     values = initial_values({n: s.shape for n, s in specs.items()})
     reference = Reference(values, settings, clip_grad=config["clip_grad"])

@@ -120,7 +120,7 @@ def test_fp16_weights():
     ("tag", "text"),
     [
         ({"tp_dim": 2}, "tp_dim"),
-        ({"blocks": (10, 10)}, "sum to 20"),
+        ({"blocks": (20, 10)}, "sum to 30"),
         ({"blocks": (24, 0)}, "positive"),
         ({"matrices": 5}, "matrices = 5"),
         ({"logical_rows": 25}, "logical_rows"),
@@ -163,7 +163,7 @@ def _bad_megatron_tag():
 
 def test_all_matrices_sent_elsewhere():
     tags = {"a_weight": {"embedding": True}}
-    expect_failure_on_all(_tagged, 2, ConfigError, "routed to muon", tags)
+    expect_failure_on_all(_tagged, 2, ConfigError, "no matrix of the model is routed", tags)
 
 
 def _tagged(tags):

@@ -362,9 +362,3 @@ def test_padding_rows_inside_a_parameter_are_not_counted_as_zeros():
     for success, norm, zeros in run_ranks(padded_vocabulary, 2):
         assert success and zeros == 0
         assert norm == pytest.approx((6 * 4 + 40 * 24) ** 0.5)
-
-
-def test_padding_inside_a_matrix_of_muon_is_refused_by_name():
-    tags = {"a_weight": {"logical_rows": 20}}
-    with pytest.raises(ConfigError, match="logical_rows = 20"):
-        build(SHAPES, CONFIG, tags=tags, groups=megatron_lw.ParallelGroups.single())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -55,6 +56,7 @@ class Oracle:
             matrix=spec.matrix(config["optimizer"]),
             nesterov=config["muon_nesterov"],
             scale_mode=config["muon_scale_mode"],
+            parts=_blocks(spec) if spec.blocks else None,
         )
 
     def change_lr(self) -> None:
@@ -103,6 +105,12 @@ class Oracle:
         parts = self._entries(spec, torch.empty(spec.shape))
         masters = [self.reference.masters[name] for name in parts]
         return masters[0] if len(masters) == 1 else torch.cat(masters)
+
+
+def _blocks(spec: Spec) -> tuple[tuple[int, ...], ...]:
+    """The rows of each fused matrix."""
+    edges = [0, *accumulate(spec.blocks or ())]
+    return tuple(tuple(range(low, high)) for low, high in pairwise(edges))
 
 
 def check(case: Case, reports: Reports) -> None:

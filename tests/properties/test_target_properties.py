@@ -33,6 +33,8 @@ def param(name: str, shape: tuple[int, ...], child: str, **facts: Any) -> ParamR
         "domain": "dense",
         "tp_dim": None,
         "blocks": None,
+        "split_blocks": True,
+        "qkv": None,
         "matrices": 1,
         "is_stack": False,
         "role": "matrix" if len(shape) > 1 else "vector",

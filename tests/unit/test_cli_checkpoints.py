@@ -36,7 +36,7 @@ def test_inspect_shows_tensors_sizes_topology_and_settings(
         f"elements, of which {padding} padding",
         "| layers.0.w/master     | bfloat16 | float32  | 8x6   | 192 B | 1      |",
         "| muon  | 12    | momentum            |",
-        "| muon/dense             | extra_scale_factor 1.0, lr 0.25, ",
+        "| muon/dense             | clip_grad true, ",
         'extra = {"samples": 96}',
     ):
         assert line in shown

@@ -77,6 +77,8 @@ OWN_FIELDS = {
         "muon_iteration",
         "muon_dtype",
         "muon_pad_batches",
+        "muon_clip_grad",
+        "clip_grad_by",
     },
     DDPConfig: set(),
 }

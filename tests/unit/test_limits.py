@@ -11,7 +11,7 @@ from torch import nn
 import megatron_lw
 from megatron_lw import ConfigError, StateError
 from megatron_lw.optimizer.describe import ParamInfo
-from megatron_lw.optimizer.routing import matrix_view
+from megatron_lw.optimizer.matrix_view import matrix_view
 from tests.distributed.cases import build, initial_values, integer_grads, relative
 from tests.reference import Reference, Settings
 
@@ -113,15 +113,6 @@ def test_a_closure_is_refused_and_changes_nothing() -> None:
         optimizer.step(closure)
     assert all(torch.equal(value, before[name]) for name, value in weights(ddp).items())
     assert optimizer.step()[0]
-
-
-def test_blocks_do_not_divide_a_matrix_yet() -> None:
-    """Class bitwise."""
-    with_blocks = trained(SHAPES, {"a_weight": {"blocks": (12, 12)}})
-    for name, value in trained(SHAPES).items():
-        assert torch.equal(value, with_blocks[name])
-    with pytest.raises(ConfigError, match="sum to 20"):
-        trained(SHAPES, {"a_weight": {"blocks": (10, 10)}})
 
 
 def test_a_sparse_gradient_is_stepped_as_a_dense_one() -> None:

@@ -16,7 +16,7 @@ import torch
 from megatron_lw.optimizer.masters import MasterRow
 
 ParamGroup = dict[str, Any]
-OwnedValue = float | int | str | None
+OwnedValue = float | int | str | tuple[float, ...] | None
 """What of a state is no tensor: goes into a manifest as it is."""
 
 

@@ -16,8 +16,8 @@ from megatron_lw.distributed.collectives import Handle, all_to_all
 from megatron_lw.distributed.group import Group
 from megatron_lw.optimizer.boxes import Box, BoxPair
 from megatron_lw.optimizer.children.schedule import ExchangeSchedule, Piece, RowMatrix
+from megatron_lw.optimizer.matrix_view import Shape
 
-Shape = tuple[int, int]
 ShardBoxes = tuple[tuple[BoxPair, ...], ...]
 
 
@@ -207,12 +207,13 @@ class TensorExchange:
         group: the tensor-parallel group.
         buffers: workspace.
         local: matrix index -> flat local part, see `RowExchange.local`.
-        shapes: matrix index -> rows and columns of the whole matrix.
+        shapes: matrix index -> rows and columns of the whole matrix; of the shard where it stays.
         boxes: matrix index -> where each shard lies in it, for divided matrices.
 
     Attributes:
-        matrices: matrix index -> `[rows, columns]` of the matrices that this rank owns; what is
-            written there is what `start_back` sends.
+        matrices: matrix index -> `[rows, columns]` of the matrices that this rank orthogonalises,
+            whole or, where they stay in parts, its shard; what is written there is what
+            `start_back` sends.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class TensorExchange:
         boxes: Mapping[int, ShardBoxes],
     ) -> None:
         self._group = group
-        self._active = group.size > 1
+        self._active = plan.crosses_tensor
         self._local = local
         self.matrices: dict[int, torch.Tensor] = {}
         self._ordering: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -237,14 +238,17 @@ class TensorExchange:
         cursor = 0
         for m in plan.gathered:
             order = (m.matrix, 0)
-            if m.owner != group.rank:
+            if m.home == "every":
+                out_sent += [Run(t, order, local[m.matrix]) for t in _others(group)]
+            elif m.home == "owner" and m.owner != group.rank:
                 run = Run(m.owner, order, local[m.matrix])
                 out_sent += [run] if m.divided else []
                 back_landed.append(run)
                 continue
             if not _is_put_together(m, group):
                 self.matrices[m.matrix] = local[m.matrix].view(shapes[m.matrix])
-                back_returned += [Run(t, order, local[m.matrix]) for t in _others(group)]
+                others = _others(group) if m.home == "owner" else []
+                back_returned += [Run(t, order, local[m.matrix]) for t in others]
                 continue
             span = slice(cursor, cursor + m.numel * group.size)
             cursor = span.stop
@@ -252,7 +256,7 @@ class TensorExchange:
             self._own_shards.append((shards[group.rank], local[m.matrix]))
             runs = [Run(t, order, shards[t]) for t in _others(group)]
             out_received += runs
-            back_returned += runs
+            back_returned += runs if m.home == "owner" else []
             self._order(m, buffers.shards[span], buffers.whole[span], shapes, boxes)
         self._sent = Wire(buffers.outer, out_sent, group.size)
         self._received = Wire(buffers.inner, out_received, group.size)
@@ -265,10 +269,10 @@ class TensorExchange:
             self._sent.pack()
 
     def start_out(self, label: str) -> Handle:
-        """Send this rank's shards, as packed, to their owners.
+        """Send this rank's shards, as packed, to where they are put together.
 
-        Collective: all-to-all over the tensor-parallel group, on every rank, if it has more than
-        one; returns before it is done.
+        Collective: all-to-all over the tensor-parallel group, on every rank, if a matrix of the
+        bucket is put together; returns before it is done.
         """
         if not self._active:
             return Handle()
@@ -325,7 +329,8 @@ class TensorExchange:
 
 
 def _is_put_together(m: RowMatrix, tensor: Group) -> bool:
-    return m.owner == tensor.rank and m.divided and tensor.size > 1
+    here = m.home == "every" or (m.home == "owner" and m.owner == tensor.rank)
+    return here and m.divided and tensor.size > 1
 
 
 def _others(group: Group) -> list[int]:

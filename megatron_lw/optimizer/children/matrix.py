@@ -24,41 +24,42 @@ from contextlib import AbstractContextManager
 import torch
 
 from megatron_lw.distributed.agreement import Kept
-from megatron_lw.errors import StateError
+from megatron_lw.errors import ConfigError
 from megatron_lw.groups import DomainGroups
 from megatron_lw.optimizer.children.base import (
     OwnedState,
+    OwnedValue,
     ParamGroup,
     RowsOnly,
     group_ranges,
     state_rows_like,
 )
 from megatron_lw.optimizer.children.decay import shrink, with_l2
-from megatron_lw.optimizer.children.exchange import (
-    ExchangeBuffers,
-    RowExchange,
-    Shape,
-    ShardBoxes,
-    TensorExchange,
-)
+from megatron_lw.optimizer.children.exchange import ExchangeBuffers, RowExchange, TensorExchange
 from megatron_lw.optimizer.children.matrix_bucket import (
+    Kind,
     MatrixBucket,
-    RefinedMatrix,
+    UnitFacts,
+    held_units,
     iteration_workspace,
+    kinds_of,
+    owned_units,
+    recorded_here,
+    refined_matrices,
     row_parts,
+    unit_facts,
+    view_of,
 )
 from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
 from megatron_lw.optimizer.children.ns_workspace import group_into_batches
-from megatron_lw.optimizer.children.place import place_of
-from megatron_lw.optimizer.children.schedule import (
-    ExchangeSchedule,
-    Piece,
-    matrix_pieces,
-    schedule,
-)
+from megatron_lw.optimizer.children.owned import OwnedMatrices, scratch_numel
+from megatron_lw.optimizer.children.schedule import ExchangeSchedule, matrix_pieces, schedule
+from megatron_lw.optimizer.children.shared_newton_schulz import SharedNewtonSchulz
 from megatron_lw.optimizer.masters import MasterRow
+from megatron_lw.optimizer.matrix_view import Shape
 from megatron_lw.optimizer.plan import OwnershipPlan
 from megatron_lw.optimizer.routing import Route
+from megatron_lw.optimizer.tp_mode import TpMode
 
 Part = Callable[[MatrixBucket, Mapping[str, ParamGroup]], None]
 
@@ -74,10 +75,16 @@ class MatrixChild(RowsOnly, ABC):
         groups: of the plan's domain: pieces travel over `reduce`, shards over `tensor`.
         newton_schulz: the iteration; its input dtype is the exchange dtype.
         pad: whether small matrices of one short side share a batch, see `group_into_batches`.
+        tp_mode: who orthogonalises what tensor parallelism divides.
 
     Attributes:
-        num_orthogonalised: matrices that this rank orthogonalised in the last step.
+        tp_mode: as given.
+        lr_ratios: what `ratios` gave at the last step.
+        num_orthogonalised: matrices that this rank orthogonalised in the last step, or a shard of.
         workspace_nbytes: bytes allocated besides states.
+
+    Raises:
+        ConfigError: the mode is not for a child that keeps states of matrices.
     """
 
     name = "matrix"
@@ -95,12 +102,19 @@ class MatrixChild(RowsOnly, ABC):
         newton_schulz: NewtonSchulz,
         *,
         pad: bool = False,
+        tp_mode: TpMode = "owner",
     ) -> None:
+        if self.refines and tp_mode != "owner" and groups.tensor.size > 1:
+            raise ConfigError(
+                f"muon_tp_mode = {tp_mode!r} under {self.name!r}: its second moment is kept by the "
+                "owner of a matrix; use 'owner'"
+            )
         self.num_steps = 0
         self.num_orthogonalised = 0
         self._kept = Kept()
         self._newton_schulz = newton_schulz
         self._pad = pad
+        self.tp_mode = tp_mode
         middle: list[Part] = [self._gather, self._compute, self._scatter]
         separate = groups.tensor.size > 1
         self._stages: list[list[Part]] = [
@@ -108,22 +122,31 @@ class MatrixChild(RowsOnly, ABC):
             *([[part] for part in middle] if separate else [middle]),
             [self._apply],
         ]
-        places = [
-            matrix_pieces(plan, master.bucket.layout, index)
-            for master, index in zip(masters, bucket_indices, strict=True)
-        ]
-        schedules = [schedule(plan, p, groups.reduce.rank, groups.tensor.rank) for p in places]
-        self._allocate(plan, masters, schedules, groups)
+        self._routes = {name: routes[name] for m in masters for name in m.bucket.names}
+        self._scales: dict[Kind, float] = {}
+        self._kinds = kinds_of(self._routes.values())
+        self.lr_ratios: dict[str, float | tuple[float, ...]] = {}
+        self._recorded = recorded_here(plan, self._routes, groups.exchange)
+        schedules, facts = [], []
+        for master, index in zip(masters, bucket_indices, strict=True):
+            pieces = matrix_pieces(plan, master.bucket.layout, index)
+            known = unit_facts(plan, pieces, routes, tp_mode, groups.tensor.size)
+            homes = {matrix: each.home for matrix, each in known.items()}
+            ranks = groups.reduce.rank, groups.tensor.rank
+            schedules.append(schedule(plan, pieces, *ranks, homes))
+            facts.append(known)
+        self._allocate(masters, schedules, facts, groups)
         self._buckets = [
-            self._bucket(i, master, places[i], schedules[i], plan, routes, groups)
+            self._bucket(i, master, schedules[i], facts[i], plan, groups)
             for i, master in enumerate(masters)
         ]
+        self._allocate_iteration(groups)
 
     def _allocate(
         self,
-        plan: OwnershipPlan,
         masters: Sequence[MasterRow],
         schedules: Sequence[ExchangeSchedule],
+        facts: Sequence[Mapping[int, UnitFacts]],
         groups: DomainGroups,
     ) -> None:
         """Workspace for the buckets in flight, allocated once."""
@@ -136,54 +159,69 @@ class MatrixChild(RowsOnly, ABC):
             ExchangeBuffers(schedules, groups.tensor, dtype, device) for _ in range(in_flight)
         ]
         self._scratch = torch.zeros(longest, dtype=torch.float32, device=device)
-        needed = max(
-            (iteration_workspace(plan, s, groups, self._pad) for s in schedules), default=0
+        apart = max(
+            (
+                scratch_numel(held_units(each, known, groups.tensor))
+                for each, known in zip(schedules, facts, strict=True)
+            ),
+            default=0,
         )
-        self._workspace = torch.empty(needed, dtype=self._newton_schulz.dtype, device=device)
-        tensors = [*self._rows, self._scratch, self._workspace]
-        self.workspace_nbytes = sum(t.nbytes for t in tensors)
+        self._gathered = torch.empty(apart, dtype=dtype, device=device)
+
+    def _allocate_iteration(self, groups: DomainGroups) -> None:
+        """Workspace of the iterations, which the matrices decide."""
+        device, dtype = self._scratch.device, self._newton_schulz.dtype
+        needed = max((iteration_workspace(bucket.batches) for bucket in self._buckets), default=0)
+        self._workspace = torch.empty(needed, dtype=dtype, device=device)
+        shared = [bucket.shared for bucket in self._buckets]
+        self._shared = SharedNewtonSchulz(self._newton_schulz, groups.tensor, shared, device)
+        tensors = [*self._rows, self._scratch, self._gathered, self._workspace]
+        self.workspace_nbytes = sum(t.nbytes for t in tensors) + self._shared.nbytes
         self.workspace_nbytes += sum(b.nbytes for b in self._buffers)
 
     def _bucket(
         self,
         position: int,
         master: MasterRow,
-        pieces: Mapping[int, Sequence[Piece]],
         plan_part: ExchangeSchedule,
+        facts: Mapping[int, UnitFacts],
         plan: OwnershipPlan,
-        routes: Mapping[str, Route],
         groups: DomainGroups,
     ) -> MatrixBucket:
         """Make all views of one bucket, once."""
         slot = position % len(self._rows)
         row = self._rows[slot][: master.row.numel()]
-        shapes: dict[int, Shape] = {}
-        boxes: dict[int, ShardBoxes] = {}
-        of_group: dict[int, str] = {}
-        for matrix in pieces:
-            route = routes[plan.params[int(plan.matrix_param[matrix])].name]
-            view = route.matrix
-            if view is None:
-                raise StateError(f"parameter {route.info.name!r} is in a bucket of matrices")
-            shapes[matrix] = (view.rows, view.cols)
-            boxes[matrix] = view.shard_boxes(groups.tensor.size)
-            of_group[matrix] = route.group.name
+        over = groups.tensor
+        shapes = {matrix: known.shape_on(over) for matrix, known in facts.items()}
+        boxes = {m: known.view.unit_boxes(known.unit, over.size) for m, known in facts.items()}
         buffers = self._buffers[slot]
         rows = RowExchange(plan_part, groups.reduce, buffers, row)
-        tensor = TensorExchange(plan_part, groups.tensor, buffers, rows.local, shapes, boxes)
-        wholes = list(tensor.matrices.values())
-        batches = group_into_batches([shapes[m] for m in tensor.matrices], self._pad)
-        mine = [p for found in pieces.values() for p in found if p.row == groups.reduce.rank]
+        tensor = TensorExchange(plan_part, over, buffers, rows.local, shapes, boxes)
+        owned = OwnedMatrices(owned_units(tensor, facts, over), self._gathered)
+        alone: list[torch.Tensor] = []
+        shared: list[torch.Tensor] = []
+        for each in owned.matrices:
+            if each.in_parts and self.tp_mode == "distributed":
+                by_rows = facts[each.matrix].view.tp_dim == 0
+                shared.append(each.values.mT if by_rows else each.values)
+            elif each.values.numel():
+                alone.append(each.values)
+        batches = group_into_batches([(x.size(0), x.size(1)) for x in alone], self._pad)
+        own_shapes = self.own_shapes if self.refines else None
         return MatrixBucket(
             master=master,
             momentum=state_rows_like([master])[0],
             row=row,
-            ranges=group_ranges(master, {name: r.group.name for name, r in routes.items()}),
-            parts=row_parts(mine, shapes, of_group, master.row, row),
+            ranges=group_ranges(master, {n: r.group.name for n, r in self._routes.items()}),
+            parts=row_parts(master, self._routes, over, row),
             rows=rows,
             tensor=tensor,
-            owned=tuple([wholes[i] for i in batch] for batch in batches),
-            refined=self._refined(plan, tensor.matrices, routes),
+            owned=owned,
+            batches=tuple([alone[i] for i in batch] for batch in batches),
+            shared=tuple(shared),
+            refined=refined_matrices(
+                owned, facts, plan, self._routes, own_shapes, master.row.device
+            ),
         )
 
     @property
@@ -196,7 +234,8 @@ class MatrixChild(RowsOnly, ABC):
         """See `Child.step`.
 
         Collective: for each bucket with cut matrices two all-to-alls over the reduce group, and
-        with tensor parallelism two over the tensor-parallel group, on every rank in the same order.
+        with tensor parallelism two over the tensor-parallel group, or the all-reduces of
+        `SharedNewtonSchulz`, on every rank in the same order.
 
         Raises:
             LayerWiseError: a computation failed; after all exchanges of the step, for which the
@@ -205,12 +244,40 @@ class MatrixChild(RowsOnly, ABC):
         self.num_steps += 1
         self.num_orthogonalised = 0
         self._kept = Kept()
+        # From the global shapes, before anything moves; what was recorded steers nothing.
+        self._scales = {kind: self.scale(kind[1], groups[kind[0]]) for kind in self._kinds}
+        self.record(groups)
         for tick in range(len(self._buckets) + len(self._stages) - 1):
             for delay, parts in enumerate(self._stages):
                 if 0 <= tick - delay < len(self._buckets):
                     for part in parts:
                         part(self._buckets[tick - delay], groups)
         self._kept.raise_kept()
+
+    def ratios(self, groups: Mapping[str, ParamGroup]) -> dict[str, float | tuple[float, ...]]:
+        """What the learning rate is multiplied with, by the global shapes and present settings.
+
+        Args:
+            groups: parameter groups by name, with their current settings.
+
+        Returns:
+            Parameter name -> its scale; where a stored matrix is several, one for each, in the
+            order of rows.
+        """
+        found: dict[str, float | tuple[float, ...]] = {}
+        for name, route in self._routes.items():
+            group = groups[route.group.name]
+            each = tuple(self.scale(shape, group) for shape in view_of(route).shapes)
+            found[name] = each if len(each) > 1 else each[0]
+        return found
+
+    def record(self, groups: Mapping[str, ParamGroup]) -> None:
+        """Set `lr_ratios`. Nothing that was recorded or loaded before is read."""
+        self.lr_ratios = self.ratios(groups)
+
+    def owned_values(self) -> Mapping[str, Mapping[str, OwnedValue]]:
+        """See `Child.owned_values`: `lr_ratio`, for the record; a load passes it over."""
+        return {n: {"lr_ratio": self.lr_ratios[n]} for n in self._recorded if n in self.lr_ratios}
 
     def state_rows(self, bucket: int) -> Mapping[str, torch.Tensor]:
         """See `Child.state_rows`."""
@@ -243,23 +310,6 @@ class MatrixChild(RowsOnly, ABC):
             states: those of `own_shapes`, advanced.
             group: settings of its parameter.
         """
-
-    def _refined(
-        self,
-        plan: OwnershipPlan,
-        matrices: Mapping[int, torch.Tensor],
-        routes: Mapping[str, Route],
-    ) -> tuple[RefinedMatrix, ...]:
-        """What this rank refines, with states of zeros."""
-        found = []
-        for matrix, update in matrices.items() if self.refines else ():
-            route = routes[plan.params[int(plan.matrix_param[matrix])].name]
-            local = int(plan.matrix_start[matrix] // plan.matrix_numel[matrix])
-            shapes = self.own_shapes((update.size(0), update.size(1)))
-            states = {key: self._scratch.new_zeros(shape) for key, shape in shapes.items()}
-            place = place_of(route, local)
-            found.append(RefinedMatrix(place, route.group.name, update, states))
-        return tuple(found)
 
     @abstractmethod
     def update_momentum(
@@ -304,14 +354,19 @@ class MatrixChild(RowsOnly, ABC):
         bucket.handle.wait()
         with self._guarded(bucket):
             bucket.tensor.finish_out()
-            for matrices in bucket.owned:
+            bucket.owned.load()
+            for matrices in bucket.batches:
                 alike = all(x.shape == matrices[0].shape for x in matrices)
                 engine = self._newton_schulz
                 orthogonalise = engine.orthogonalise if alike else engine.orthogonalise_padded
                 orthogonalise(matrices, matrices, self._workspace)
                 self.num_orthogonalised += len(matrices)
+        self._shared(bucket.shared, lambda: self._guarded(bucket), bucket.label)
+        self.num_orthogonalised += len(bucket.shared)
+        with self._guarded(bucket):
             for each in bucket.refined:
                 self.refine(each.update, each.states, groups[each.group])
+            bucket.owned.store()
             bucket.tensor.pack_back()
         bucket.handle = bucket.tensor.start_back(bucket.label)
 
@@ -328,9 +383,10 @@ class MatrixChild(RowsOnly, ABC):
             bucket.rows.finish_back()
             for part in bucket.parts:
                 group = groups[part.group]
-                step = -float(group["lr"]) * self.scale(part.shape, group)
                 shrink(part.weights, part.updates, group)
-                torch._foreach_add_(part.weights, part.updates, alpha=step)
+                if part.shape is not None:
+                    step = -float(group["lr"]) * self._scales[part.group, part.shape]
+                    torch._foreach_add_(part.weights, part.updates, alpha=step)
 
     def _guarded(self, bucket: MatrixBucket) -> AbstractContextManager[None]:
         """Keep the first failure for the end of the step: other ranks wait for our exchanges."""

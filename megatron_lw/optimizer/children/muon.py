@@ -9,8 +9,8 @@ import torch
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer.children.base import ParamGroup
-from megatron_lw.optimizer.children.exchange import Shape
 from megatron_lw.optimizer.children.matrix import MatrixChild
+from megatron_lw.optimizer.matrix_view import Shape
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 SCALE_MODES: tuple[ScaleMode, ...] = get_args(ScaleMode)

@@ -4,19 +4,21 @@ The exchange has two stages. First the pieces of a matrix travel over data paral
 rows that hold them to the owner's row, each tensor-parallel rank with its own shard; then the
 shards travel over tensor parallelism, inside that row, to the owner. Updates go back the same way.
 A matrix that lies wholly in its owner's row skips the first stage, one that is not divided gathers
-nothing in the
-second: where tensor parallelism replicates it, the owner's own copy serves, and only the update
-goes to the others.
+nothing in the second: where tensor parallelism replicates it, the owner's own copy serves, and only
+the update goes to the others. In other modes than `owner` the shards go to every tensor-parallel
+rank and no update comes back, or they stay where they are (`tp_mode`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_lw.optimizer.layout import BucketLayout
 from megatron_lw.optimizer.plan import OwnershipPlan
+from megatron_lw.optimizer.tp_mode import Home
 
 _ALIGNMENT = 64
 
@@ -66,6 +68,7 @@ class RowMatrix:
         in_place: whether it lies wholly in this row.
         owner: the tensor-parallel rank that orthogonalises it.
         divided: whether tensor parallelism divides it.
+        home: which tensor-parallel ranks orthogonalise it.
     """
 
     matrix: int
@@ -74,6 +77,7 @@ class RowMatrix:
     in_place: bool
     owner: int
     divided: bool
+    home: Home
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class ExchangeSchedule:
         arriving: pieces of other rows that come to this row.
         assembly_numel: elements of the assembly buffer.
         active: whether any matrix of the bucket travels between rows (equal on all ranks).
+        crosses_tensor: whether any travels between tensor-parallel ranks (equal on all ranks).
     """
 
     rows: int
@@ -99,6 +104,7 @@ class ExchangeSchedule:
     arriving: tuple[Travel, ...]
     assembly_numel: int
     active: bool
+    crosses_tensor: bool
 
 
 def matrix_pieces(plan: OwnershipPlan, layout: BucketLayout, bucket: int) -> dict[int, list[Piece]]:
@@ -119,6 +125,7 @@ def schedule(
     pieces: dict[int, list[Piece]],
     row: int,
     tensor_rank: int,
+    homes: Mapping[int, Home],
 ) -> ExchangeSchedule:
     """One rank's part in the exchange of one bucket.
 
@@ -127,6 +134,7 @@ def schedule(
         pieces: of the bucket's matrices, see `matrix_pieces`.
         row: this rank's row: its rank in the reduce group.
         tensor_rank: its rank in the tensor-parallel group.
+        homes: matrix index -> where it is orthogonalised.
     """
     gathered: list[RowMatrix] = []
     kept: list[Piece] = []
@@ -143,7 +151,9 @@ def schedule(
         if owner_row == row:
             numel = sum(part.numel for part in parts)
             start = parts[0].row_start if in_place else assembly
-            gathered.append(RowMatrix(matrix, numel, start, in_place, owner, divided))
+            gathered.append(
+                RowMatrix(matrix, numel, start, in_place, owner, divided, homes[matrix])
+            )
             assembly += 0 if in_place else -(-numel // _ALIGNMENT) * _ALIGNMENT
         for part in () if in_place else parts:
             travel = Travel(part, owner_row, goes_out)
@@ -162,4 +172,5 @@ def schedule(
         arriving=tuple(arriving),
         assembly_numel=assembly,
         active=active,
+        crosses_tensor=plan.tp > 1 and any(homes[matrix] != "parts" for matrix in pieces),
     )

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from megatron_lw.optimizer.children.base import ParamGroup
-from megatron_lw.optimizer.children.exchange import Shape
 from megatron_lw.optimizer.children.muon import Muon
+from megatron_lw.optimizer.matrix_view import Shape
 
 UPDATE_RMS = 0.2
 """Root mean square of AdaMuon's update, per unit of learning rate: about that of Adam's."""

@@ -24,7 +24,6 @@ from megatron_lw.optimizer.children.base import OwnedState, OwnedValue, ParamGro
 from megatron_lw.optimizer.children.exchange import (
     ExchangeBuffers,
     RowExchange,
-    Shape,
     ShardBoxes,
     TensorExchange,
 )
@@ -33,6 +32,7 @@ from megatron_lw.optimizer.children.schedule import ExchangeSchedule, matrix_pie
 from megatron_lw.optimizer.children.whole_optimizers import WholeFactory
 from megatron_lw.optimizer.children.whole_state import WholeState
 from megatron_lw.optimizer.masters import MasterRow
+from megatron_lw.optimizer.matrix_view import Shape
 from megatron_lw.optimizer.plan import OwnershipPlan
 from megatron_lw.optimizer.routing import Route
 
@@ -125,7 +125,10 @@ class WholeChild:
             matrix_pieces(plan, master.bucket.layout, index)
             for master, index in zip(masters, bucket_indices, strict=True)
         ]
-        schedules = [schedule(plan, p, groups.reduce.rank, groups.tensor.rank) for p in places]
+        schedules = [
+            schedule(plan, p, groups.reduce.rank, groups.tensor.rank, dict.fromkeys(p, "owner"))
+            for p in places
+        ]
         longest = max((m.row.numel() for m in masters), default=0)
         device = masters[0].row.device if masters else torch.device("cpu")
         self._workspace = [torch.zeros(longest, device=device) for _ in range(2)]
@@ -273,8 +276,9 @@ class WholeChild:
             route = self._route(matrix)
             if route.matrix is None:
                 raise StateError(f"parameter {route.info.name!r} is in a bucket of matrices")
-            shapes[matrix] = (route.matrix.rows, route.matrix.cols)
-            boxes[matrix] = route.matrix.shard_boxes(self._groups.tensor.size)
+            view, [unit] = route.matrix, route.matrix.units
+            shapes[matrix] = (unit.rows, view.cols)
+            boxes[matrix] = view.unit_boxes(unit, self._groups.tensor.size)
 
         def way(number: int) -> Way:
             row, buffers = self._workspace[number][: master.row.numel()], self._buffers[number]
