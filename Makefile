@@ -56,6 +56,7 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) benchmarks/parallel.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/muon.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/checkpoint.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/fp8.py
 
 clean:
 	rm -rf .venv build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,13 +9,15 @@ from typing import cast
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
 import megatron_lw
 from data import BatchSource, load_corpus, unigram_entropy
 from gpt import GPT, GPTConfig
+from megatron_lw import fp8
 from megatron_lw.distributed import agreement
 from moe import add_experts
-from parallel_layers import Stream, divide
+from parallel_layers import ColumnParallelLinear, RowParallelLinear, Stream, divide
 from pipeline import Batches, Stage
 from settings import DTYPES, check_arguments, give_up
 
@@ -95,6 +97,12 @@ def build(config: GPTConfig, args: argparse.Namespace, groups: megatron_lw.Paral
     return Stage(model, groups.pp, stream)
 
 
+def is_block_matrix(name: str, module: nn.Module) -> bool:
+    """Whether a module is a linear layer of attention or MLP, divided or not; no router."""
+    linear = isinstance(module, nn.Linear | ColumnParallelLinear | RowParallelLinear)
+    return linear and name.split(".")[-1] in ("qkv", "output", "gate_up", "down") and "." in name
+
+
 def prepare(
     args: argparse.Namespace, groups: megatron_lw.ParallelGroups, device: torch.device
 ) -> Run:
@@ -125,8 +133,11 @@ def prepare(
         tied=args.tied,
         dtype=DTYPES[args.dtype],
     )
+    stage = build(config, args, groups).to(device)
+    if args.fp8:
+        fp8.quantize_model(stage, args.fp8, is_block_matrix)
     return Run(
-        stage=build(config, args, groups).to(device),
+        stage=stage,
         source=source,
         held_out=source.held_out(corpus.held_out.to(device), args.eval_windows),
         entropy=entropy,

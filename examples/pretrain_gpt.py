@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --data mine.txt --steps 1000
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --tp 2 --sp --pp 2 --tied
+    torchrun --nproc-per-node 2 examples/pretrain_gpt.py --fp8 mxfp8
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --ep 2 --experts 8 --overlap
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py --save checkpoints --save-interval 50
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --load checkpoints --steps 200
@@ -146,7 +147,9 @@ def main(arguments: list[str] | None = None) -> int:
     run = prepare_on_all(args, groups, device)
 
     overlap = megatron_lw.DDPConfig(
-        overlap_grad_reduce=args.overlap, overlap_param_gather=args.overlap
+        overlap_grad_reduce=args.overlap,
+        overlap_param_gather=args.overlap,
+        fp8_param_gather=args.fp8 is not None,
     )
     ddp = megatron_lw.DistributedDataParallel(run.stage, groups, overlap, names=run.stage.names)
     optimizer = megatron_lw.get_megatron_optimizer(

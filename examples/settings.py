@@ -22,6 +22,7 @@ RATES = {
     "lion": 1e-3,
     "sgd": 0.3,
 }
+FP8 = ("mxfp8", "mxfp8-2d", "block", "tensor", "delayed")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -76,6 +77,7 @@ def make_parser() -> Parser:
         default="auto",
         help="of the weights (masters are fp32); auto: bf16 on hardware that computes in it",
     )
+    model("--fp8", choices=FP8, help="keep the matrices of attention and MLP in FP8; needs bf16")
     parallel = parser.add_argument_group("parallelism; what is left of the ranks is data parallel")
     way = parallel.add_argument
     sizes = {"type": int, "choices": (1, 2), "default": 1}
@@ -123,10 +125,17 @@ def check_arguments(args: argparse.Namespace) -> None:
     _check_parallelism(args)
     if args.lr is None:
         args.lr = RATES[args.optimizer]
-    if args.dtype == "auto":
-        args.dtype = "bf16" if has_bf16_arithmetic() else "fp32"
+    _settle_dtype(args)
     if args.target is None and args.steps == DEFAULT_STEPS and not args.data:
         args.target = DEFAULT_TARGET
+
+
+def _settle_dtype(args: argparse.Namespace) -> None:
+    """FP8 weights need bf16; else bf16 where it is fast."""
+    if args.fp8 and args.dtype == "fp32":
+        raise ValueError(f"--fp8 {args.fp8}: needs --dtype bf16")
+    if args.dtype == "auto":
+        args.dtype = "bf16" if args.fp8 or has_bf16_arithmetic() else "fp32"
 
 
 def _check_parallelism(args: argparse.Namespace) -> None:

@@ -147,3 +147,22 @@ def test_a_short_run_learns_repeats_itself_and_is_held_to_its_target(
         assert [row["step"] for row in lines if row["held_out"]] == ["10", "20", "30"]
         losses.append([(row["loss"], row["grad_norm"], row["held_out"]) for row in lines])
     assert losses[0] == losses[1]
+
+
+def test_every_fp8_format_learns_as_bf16_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Class *numerical*: the final held-out loss is within 1 % of that of BF16 weights."""
+    monkeypatch.delenv("RANK", raising=False)
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"to be or not to be that is the question " * 200)
+    sizes = "--steps 30 --layers 1 --width 32 --heads 2 --sequence 32 --global-batch 8"
+    losses = []
+    for fp8 in ("", *(f"--fp8 {name}" for name in settings.FP8)):
+        out = tmp_path / (fp8 or "bf16")
+        line = f"--data {text} {sizes} --dtype bf16 --eval-every 30 {fp8} --out".split()
+        assert script.main([*line, str(out)]) == 0
+        with (out / "loss.csv").open(encoding="utf-8", newline="") as file:
+            losses.append(float(list(csv.DictReader(file))[-1]["held_out"]))
+    assert all(abs(loss / losses[0] - 1) < 0.01 for loss in losses[1:]), losses
+    assert len(set(losses)) > 3
