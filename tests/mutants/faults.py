@@ -36,8 +36,8 @@ FAULTS = (
         "describe",
         "blocks of a fused matrix are divided as one",
         "optimizer/boxes.py",
-        "parts = blocks if blocks is not None and tp_dim == 0 else (extent,)",
-        "parts = (extent,)",
+        "        parts = (*blocks, rest) if rest else blocks",
+        "        parts = (extent,)",
         (_CHECKPOINT,),
     ),
     Fault(
@@ -131,8 +131,8 @@ FAULTS = (
     Fault(
         "step",
         "gradients are not clipped",
-        "optimizer/step.py",
-        "                bucket.grad_row.mul_(factor)",
+        "optimizer/stats.py",
+        "                bucket.grad_row.mul_(clip * inverse_scale)",
         "                pass",
         (_REFERENCE,),
     ),
