@@ -3,8 +3,12 @@
 PYTHONS := python3.11 python3.12 python3.13 python3
 PY := .venv/bin/python
 STAMP := .venv/.installed
+# Megatron needs Python 3.12 and some 5 GB; its environment outlives a clone.
+PYTHONS_312 := python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12)
+MEGATRON_ENV ?= $(HOME)/.cache/megatron_lw/megatron-core-0.19.2
+MEGATRON_PY := $(MEGATRON_ENV)/bin/python
 
-.PHONY: setup demo test fuzz mutants lint bench clean
+.PHONY: setup demo test test-megatron fuzz mutants lint bench clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -30,6 +34,24 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PY) -m pytest
+
+# The real megatron-core as client. Without a Python 3.12 it fails, and says so.
+test-megatron:
+	@if ! cmp -s requirements-megatron.txt $(MEGATRON_ENV)/installed.txt; then \
+		found=; for python in $(PYTHONS_312); do \
+			if $$python -c 'import ensurepip, venv' >/dev/null 2>&1; then found=$$python; break; fi; \
+		done; \
+		if [ -z "$$found" ]; then \
+			echo "NO PYTHON 3.12 WITH venv: TESTS OF THE MEGATRON INTEGRATION DID NOT RUN" >&2; \
+			exit 1; \
+		fi; \
+		echo "building $(MEGATRON_ENV) with $$found"; \
+		$$found -m venv --clear $(MEGATRON_ENV) && \
+		$(MEGATRON_PY) -m pip install --quiet --disable-pip-version-check \
+			-r requirements-megatron.txt && \
+		cp requirements-megatron.txt $(MEGATRON_ENV)/installed.txt; \
+	fi
+	$(MEGATRON_PY) -m pytest tests/megatron
 
 # 200 process groups killed while they save, then 2,000 random parallel runs: half an hour. A
 # printed seed repeats them: make fuzz SEED=...

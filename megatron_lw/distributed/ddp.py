@@ -60,7 +60,8 @@ class DistributedDataParallel(nn.Module):
         *,
         names: NameMap | None = None,
     ) -> None:
-        super().__init__()
+        # By name: a subclass may have further bases, whose constructors take other arguments.
+        nn.Module.__init__(self)
         if isinstance(module, DistributedDataParallel):
             raise ConfigError("the module is already wrapped in DistributedDataParallel")
         self.module = module
@@ -267,7 +268,7 @@ class DistributedDataParallel(nn.Module):
             bucket.spend(discard=discard)
         self._forget_reduces()
 
-    def scale_gradients(self, factor: float) -> None:
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply what the gradient storage holds: whole buckets before the reduce, rows after."""
         return_storage(self._publishers)
         for bucket in self._buckets:

@@ -140,6 +140,9 @@ class OverlappedGather:
     Args:
         module: the model chunk.
         publishers: what gathers its buckets.
+
+    Attributes:
+        handles: module that reads weights -> its forward pre-hook.
     """
 
     def __init__(self, module: nn.Module, publishers: Sequence[Publisher]) -> None:
@@ -149,14 +152,14 @@ class OverlappedGather:
             for publisher in publishers
             for param in publisher.bucket.params.values()
         }
-        self._hooks: list[RemovableHandle] = []
+        self.handles: dict[nn.Module, RemovableHandle] = {}
         for owner, params in _readers(module).items():
             needed = tuple(
                 dict.fromkeys(self._by_param[id(p)] for p in params if id(p) in self._by_param)
             )
             if needed:
-                self._hooks.append(owner.register_forward_pre_hook(Hook(_waiting(needed))))
-        self._hooks.append(module.register_state_dict_pre_hook(Hook(lambda *_: self.finish())))
+                self.handles[owner] = owner.register_forward_pre_hook(Hook(_waiting(needed)))
+        self._saving = module.register_state_dict_pre_hook(Hook(lambda *_: self.finish()))
 
     @property
     def outstanding(self) -> bool:
@@ -174,9 +177,9 @@ class OverlappedGather:
 
     def remove(self) -> None:
         """Take the hooks off the module."""
-        for hook in self._hooks:
+        for hook in (self._saving, *self.handles.values()):
             hook.remove()
-        self._hooks = []
+        self.handles = {}
 
 
 class _WaitOnUse(TorchFunctionMode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ from megatron_lw.optimizer.routing import ExplicitGroup
 from megatron_lw.optimizer.runtime import Runtime
 from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer
 from megatron_lw.overrides import ParamGroupOverride, ParamKey
+
+OptimizerT = TypeVar("OptimizerT", bound=LayerWiseDistributedOptimizer)
 
 
 def get_megatron_optimizer(
@@ -48,18 +51,51 @@ def get_megatron_optimizer(
         ConfigError: a setting, a tag or the model cannot be honoured.
         PlanMismatchError: ranks hold different models or settings.
     """
-    groups = _groups(model_chunks, pg_collection)
+    return build_optimizer(
+        LayerWiseDistributedOptimizer,
+        config,
+        model_chunks,
+        config_overrides,
+        _groups(model_chunks, pg_collection),
+        dump_param_to_param_group_map,
+    )
+
+
+def build_optimizer(
+    kind: type[OptimizerT],
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    overrides: Mapping[ParamKey, ParamGroupOverride] | None,
+    groups: ParallelGroups,
+    report_file: str | None = None,
+) -> OptimizerT:
+    """Build an optimizer of one class for wrapped chunks.
+
+    Args:
+        kind: the class; an integration has its own.
+        config: settings.
+        model_chunks: wrapped chunks.
+        overrides: settings of the parameters that a key matches; see `get_megatron_optimizer`.
+        groups: the groups that the chunks were wrapped with.
+        report_file: a file that rank 0 writes the routing report to.
+
+    Collective: see `build_runtime`; every rank calls it with the same settings.
+
+    Raises:
+        ConfigError: a setting, a tag or the model cannot be honoured.
+        PlanMismatchError: ranks hold different models or settings.
+    """
     chunks = attempt(lambda: _checked(config, model_chunks, groups), groups.world)
 
     def resolve_backend(device: torch.device) -> AdamBackend:
         return resolve_adam_backend(config.adam_backend, device, load_fused_adam)
 
     def rebuild(explicit: Sequence[ExplicitGroup]) -> Runtime:
-        return build_runtime(config, chunks, groups, config_overrides, resolve_backend, explicit)
+        return build_runtime(config, chunks, groups, overrides, resolve_backend, explicit)
 
-    optimizer = LayerWiseDistributedOptimizer(config, chunks, groups, rebuild)
-    if dump_param_to_param_group_map is not None:
-        report = Path(dump_param_to_param_group_map)
+    optimizer = kind(config, chunks, groups, rebuild)
+    if report_file is not None:
+        report = Path(report_file)
         attempt(lambda: _write(report, optimizer.routing_report(), groups), groups.world)
     return optimizer
 

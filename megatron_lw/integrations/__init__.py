@@ -1,0 +1,1 @@
+"""The library inside other systems: each subpackage is the only importer of its system."""

@@ -1,0 +1,111 @@
+"""`get_megatron_optimizer` with Megatron's signature, for Megatron's objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+
+from megatron_lw.errors import ConfigError
+from megatron_lw.groups import ParallelGroups
+from megatron_lw.integrations.megatron import settings
+from megatron_lw.integrations.megatron.ddp import DistributedDataParallel
+from megatron_lw.integrations.megatron.groups import parallel_groups
+from megatron_lw.integrations.megatron.names import name_map
+from megatron_lw.integrations.megatron.optimizer import MegatronOptimizer
+from megatron_lw.optimizer.api import build_optimizer
+
+_ACROSS_STAGES = {
+    "has_cond_embedder": "gradients of a conditional embedder are summed over pipeline stages, "
+    "whose rows differ",
+    "flextron": "gradients of its routers are summed over pipeline stages, whose rows differ",
+}
+
+
+def wrap_model_chunks(
+    model_chunks: Sequence[nn.Module],
+    config: Any,
+    ddp_config: Any,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list[DistributedDataParallel]:
+    """Wrap the chunks of a Megatron model, half-precision wrappers included, in our DDP.
+
+    Args:
+        model_chunks: this rank's chunks.
+        config: Megatron's model configuration.
+        ddp_config: Megatron's `DistributedDataParallelConfig`; it is not changed.
+        pg_collection: Megatron's groups; those of `parallel_state` if None.
+
+    Collective: see `parallel_groups`; every rank calls it.
+
+    Raises:
+        ConfigError: a setting or the model cannot be honoured.
+    """
+    for flag, reason in _ACROSS_STAGES.items():
+        if getattr(config, flag, False):
+            raise ConfigError(f"{flag}=True is not supported: {reason}; drop it")
+    given = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    groups = parallel_groups(given)
+    num_parameters = sum(p.numel() for chunk in model_chunks for p in chunk.parameters())
+    ours = settings.ddp_config(ddp_config, num_parameters=num_parameters)
+    return [
+        DistributedDataParallel(
+            chunk, groups, config, ours, name_map(chunk, index, groups.pp.rank, given.dp_cp)
+        )
+        for index, chunk in enumerate(model_chunks)
+    ]
+
+
+def get_megatron_optimizer(
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: Mapping[Any, Mapping[str, Any]] | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: ProcessGroupCollection | None = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> MegatronOptimizer:
+    """Build the layer-wise optimizer for a Megatron model; signature and objects are Megatron's.
+
+    Args:
+        config: Megatron's `OptimizerConfig`, or ours; it is not changed.
+        model_chunks: chunks wrapped by `wrap_model_chunks`, which `install` has Megatron call.
+        config_overrides: settings of the parameters that a key of Megatron's matches.
+        use_gloo_process_groups: has no effect: groups were made when the chunks were wrapped.
+        pg_collection: has no effect: the groups are those that the chunks were wrapped with.
+        dump_param_to_param_group_map: a file that rank 0 writes the routing report to.
+
+    Collective: see `build_runtime`; every rank calls it with the same settings.
+
+    Raises:
+        ConfigError: a setting, a tag or the model cannot be honoured.
+        PlanMismatchError: ranks hold different models or settings.
+    """
+    groups = _groups(model_chunks)
+    ours = settings.optimizer_config(
+        config, tensor_parallel=max(groups.tp.size, groups.expert_tp.size)
+    )
+    return build_optimizer(
+        MegatronOptimizer,
+        ours,
+        model_chunks,
+        settings.overrides(config_overrides, model_chunks, ours),
+        groups,
+        dump_param_to_param_group_map,
+    )
+
+
+def _groups(model_chunks: Sequence[nn.Module]) -> ParallelGroups:
+    for index, chunk in enumerate(model_chunks):
+        if not isinstance(chunk, DistributedDataParallel):
+            raise ConfigError(
+                f"model_chunks[{index}] is a {type(chunk).__name__} that megatron_lw did not wrap: "
+                "call install() before the model is built; Megatron's FSDP and torch's cannot be "
+                "adopted (drop --use-megatron-fsdp and --use-torch-fsdp2)"
+            )
+    if not model_chunks:
+        raise ConfigError("model_chunks is empty: pass at least one wrapped module")
+    first: Any = model_chunks[0]
+    groups: ParallelGroups = first.groups
+    return groups

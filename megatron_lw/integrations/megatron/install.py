@@ -1,0 +1,106 @@
+"""`install()`: the names through which `megatron.training` builds model and optimizer become ours.
+
+What is replaced is remembered in the replacement itself (`restores`), so that `uninstall()` needs
+no state of its own and puts every name back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel as MegatronDDP
+from megatron.training import training
+from megatron.training.models import dist_utils
+from torch import nn
+
+from megatron_lw.errors import ConfigError
+from megatron_lw.integrations.megatron import api
+
+
+class Replacement:
+    """A function of ours in place of one of Megatron's.
+
+    Attributes:
+        restores: the function that `uninstall` puts back.
+    """
+
+    def __init__(self, ours: Callable[..., Any], restores: Callable[..., Any]) -> None:
+        self._ours = ours
+        self.restores = restores
+        self.__name__ = ours.__name__
+        self.__doc__ = ours.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ours."""
+        return self._ours(*args, **kwargs)
+
+
+def install() -> None:
+    """Make `megatron.training` wrap models in our DDP and step them with our optimizer.
+
+    Call it before `pretrain`. A second call does nothing.
+    """
+    for module, name, ours in _REPLACED:
+        theirs = getattr(module, name)
+        if not isinstance(theirs, Replacement):
+            setattr(module, name, Replacement(ours, theirs))
+
+
+def uninstall() -> None:
+    """Put Megatron's own functions back; what was built stays ours."""
+    for module, name, _ in _REPLACED:
+        found = getattr(module, name)
+        if isinstance(found, Replacement):
+            setattr(module, name, found.restores)
+
+
+def _wrap_in_training(
+    model_chunks: Sequence[nn.Module],
+    config: Any,
+    ddp_config: Any,
+    *,
+    DP: type[nn.Module] = MegatronDDP,
+    pg_collection: Any = None,
+    **unused: Any,
+) -> list[nn.Module]:
+    """In place of `megatron.training.training.wrap_model_chunks_with_ddp`."""
+    if DP is not MegatronDDP:
+        _refuse(DP.__name__)
+    return list(api.wrap_model_chunks(model_chunks, config, ddp_config, pg_collection))
+
+
+def _wrap_in_builder(
+    model: Sequence[nn.Module],
+    data_parallel_random_init: bool,
+    ddp_config: Any,
+    overlap_param_gather_with_optimizer_step: bool,
+    use_megatron_fsdp: bool = False,
+    use_torch_fsdp2: bool = False,
+    *,
+    pg_collection: Any,
+) -> list[nn.Module]:
+    """In place of `megatron.training.models.dist_utils._ddp_wrap`."""
+    if use_megatron_fsdp or use_torch_fsdp2:
+        _refuse("FullyShardedDataParallel")
+    config = dist_utils.get_model_config(model[0])
+    chunks = api.wrap_model_chunks(model, config, ddp_config, pg_collection)
+    if data_parallel_random_init:
+        for chunk in chunks:
+            chunk.broadcast_params()
+    return list(chunks)
+
+
+def _refuse(wrapper: str) -> None:
+    raise ConfigError(
+        f"the model is to be wrapped in {wrapper}, which the layer-wise optimizer cannot adopt; "
+        "drop --use-megatron-fsdp and --use-torch-fsdp2"
+    )
+
+
+_REPLACED: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
+    (training, "wrap_model_chunks_with_ddp", _wrap_in_training),
+    (training, "get_megatron_optimizer", api.get_megatron_optimizer),
+    (dist_utils, "_ddp_wrap", _wrap_in_builder),
+)

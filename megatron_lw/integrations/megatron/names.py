@@ -1,0 +1,75 @@
+"""Global parameter names, from what the model itself says for its checkpoints.
+
+A Megatron module's `sharded_state_dict` knows which layer of the whole model a local layer is, and
+which expert of all experts a local one. With singleton shards the key of each tensor holds these
+numbers: `decoder.layers.7.mlp.experts.experts.3.linear_fc1.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.module import Float16Module
+from torch import nn
+
+from megatron_lw.errors import ConfigError
+from megatron_lw.optimizer.names import NameMap
+
+_NUMBERED = {"singleton_local_shards": True, "non_homogeneous_layers": True}
+
+
+def name_map(module: nn.Module, chunk: int, pipeline_rank: int, dp_cp_group: Any) -> NameMap:
+    """The map from the names of one model chunk to names of the whole model.
+
+    Buffers that no checkpoint holds keep their local name, with the place of the chunk before it.
+
+    Args:
+        module: the chunk as it is wrapped, half-precision wrapper included.
+        chunk: its index among this rank's chunks.
+        pipeline_rank: this rank's pipeline stage.
+        dp_cp_group: Megatron's data-parallel group, which its sharded state dict asks for.
+
+    Raises:
+        ConfigError: the module has no sharded state dict, or it leaves out a parameter.
+    """
+    keys = _keys(module, dp_cp_group)
+    prefix = "module." if isinstance(module, Float16Module) else ""
+    globals_: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for name, _ in module.named_parameters():
+        local = name.removeprefix(prefix)
+        if local not in keys:
+            raise ConfigError(
+                f"parameter {local!r} is not in the model's sharded_state_dict, so that it has no "
+                "name that holds for the whole model; return it from sharded_state_dict of its "
+                "module"
+            )
+        if taken.setdefault(keys[local], local) != local:
+            raise ConfigError(
+                f"parameters {taken[keys[local]]!r} and {local!r} both have the key "
+                f"{keys[local]!r} in the model's sharded_state_dict; give each its own"
+            )
+        globals_[name] = keys[local]
+    place = f"stage{pipeline_rank}.chunk{chunk}."
+    for name, _ in module.named_buffers():
+        local = name.removeprefix(prefix)
+        globals_[name] = keys.get(local, f"{place}{local}")
+    return NameMap(globals_)
+
+
+def _keys(module: nn.Module, dp_cp_group: Any) -> Mapping[str, str]:
+    """Name in the state dict -> numbered key."""
+    describe = getattr(module, "sharded_state_dict", None)
+    if describe is None:
+        raise ConfigError(
+            f"{type(module).__name__} has no sharded_state_dict; derive it from MegatronModule, or "
+            "wrap it in megatron_lw.DistributedDataParallel with a NameMap of your own"
+        )
+    found = describe(metadata={**_NUMBERED, "dp_cp_group": dp_cp_group})
+    return {
+        name: entry.key
+        for name, entry in found.items()
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+    }

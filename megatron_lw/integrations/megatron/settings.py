@@ -1,0 +1,180 @@
+"""Our configuration from Megatron's: `OptimizerConfig`, `DistributedDataParallelConfig`, overrides.
+
+Field names are the same on both sides, so that values carry over as they are; `OPTIMIZER_EDGE` and
+`DDP_EDGE` list the fields whose values are translated. What cannot be honoured is refused by our
+configuration classes, by name and with the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast
+
+from torch import nn
+
+from megatron_lw.config import OptimizerConfig
+from megatron_lw.ddp_config import DDPConfig
+from megatron_lw.errors import ConfigError
+from megatron_lw.overrides import (
+    ParamGroupOverride,
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+)
+
+OPTIMIZER_EDGE: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "muon_tp_mode": (
+            "honoured",
+            "'duplicated' and 'distributed' compute what our 'owner' computes; 'blockwise' does so "
+            "without tensor parallelism, and is refused with it",
+        ),
+        "loss_scale": ("honoured", "a constant loss scale; without fp16 a 1 is no scaling"),
+        "muon_split_qkv": (
+            "refused",
+            "with Muon: query, key and value are not orthogonalised apart yet; pass "
+            "--muon-no-split-qkv",
+        ),
+        "overlap_param_gather": ("no effect", "DistributedDataParallelConfig decides"),
+    }
+)
+"""`OptimizerConfig` field -> what becomes of Megatron's value, where `FIELD_STATUS` says less."""
+
+DDP_EDGE: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"num_buckets": ("honoured", "bucket_size is the number of parameters over it")}
+)
+"""`DistributedDataParallelConfig` field -> the same."""
+
+_OWNER_MODES = ("duplicated", "distributed", "owner")
+
+
+def optimizer_config(given: Any, *, tensor_parallel: int) -> OptimizerConfig:
+    """Our settings from Megatron's `OptimizerConfig`.
+
+    Args:
+        given: Megatron's configuration; it is not changed.
+        tensor_parallel: ranks that divide a matrix, dense or expert, whichever are more.
+
+    Raises:
+        ConfigError: a value cannot be honoured, or a field is unknown; every such field is named.
+    """
+    if isinstance(given, OptimizerConfig):
+        return given
+    values = _values(given, OptimizerConfig)
+    if values["optimizer"] in ("muon", "dist_muon") and values["muon_split_qkv"]:
+        raise ConfigError(
+            "OptimizerConfig.muon_split_qkv=True: query, key and value are not orthogonalised "
+            "apart yet; pass --muon-no-split-qkv"
+        )
+    for dropped in ("timers", "use_distributed_optimizer", "overlap_param_gather"):
+        values.pop(dropped, None)
+    if values["muon_tp_mode"] in _OWNER_MODES or tensor_parallel == 1:
+        values["muon_tp_mode"] = "owner"
+    if not values["fp16"] and values["loss_scale"] == 1:
+        values["loss_scale"] = None
+    return OptimizerConfig.from_mapping(values)
+
+
+def ddp_config(given: Any, *, num_parameters: int) -> DDPConfig:
+    """Our settings from Megatron's `DistributedDataParallelConfig`.
+
+    Args:
+        given: Megatron's configuration; it is not changed.
+        num_parameters: elements of this rank's model, which `num_buckets` divides.
+
+    Raises:
+        ConfigError: a value cannot be honoured, or a field is unknown; every such field is named.
+    """
+    if isinstance(given, DDPConfig):
+        return given
+    values = _values(given, DDPConfig)
+    num_buckets = values.pop("num_buckets", None)
+    if num_buckets is not None:
+        values["bucket_size"] = max(1, num_parameters // num_buckets)
+    return DDPConfig.from_mapping(values)
+
+
+def overrides(
+    given: Mapping[Any, Mapping[str, Any]] | None,
+    chunks: Sequence[nn.Module],
+    config: OptimizerConfig,
+) -> dict[ParamKey, ParamGroupOverride] | None:
+    """Our overrides from Megatron's, matched by Megatron's own keys against Megatron's own names.
+
+    With Muon, Megatron's rule for what it steps is added: matrices of two dimensions that are
+    neither a word embedding nor an output layer (a table of positions is one that it steps).
+
+    Args:
+        given: Megatron's `config_overrides`; they are not changed.
+        chunks: the wrapped chunks, whose parameter names the keys match.
+        config: our settings.
+    """
+    muon = config.optimizer == "muon"
+    if given is None and not muon:
+        return None
+    names = {id(param): name for chunk in chunks for name, param in chunk.named_parameters()}
+    found = {
+        _key(key, names): cast(ParamGroupOverride, dict(v)) for key, v in (given or {}).items()
+    }
+    if muon:
+        takes = ParamPredicate("taken by Megatron's Muon", _is_muons)
+        leaves = ParamPredicate("left by Megatron's Muon", lambda param: not _is_muons(param))
+        found[ParamKey(predicate=takes)] = ParamGroupOverride(optimizer="muon")
+        found[ParamKey(predicate=leaves)] = ParamGroupOverride(
+            optimizer=config.muon_scalar_optimizer
+        )
+    return found
+
+
+def _key(key: Any, names: Mapping[int, str]) -> ParamKey:
+    """A key that asks Megatron's, with the name that Megatron knows the parameter by."""
+
+    def matches(param: nn.Parameter, _: str) -> bool:
+        return bool(key.matches(param, names[id(param)]))
+
+    return ParamKey(with_name_predicate=ParamWithNamePredicate(_text(key), matches))
+
+
+def _text(key: Any) -> str:
+    """The parts of a key that are set, predicates by name: the same text on every rank."""
+    parts = []
+    for field in dataclasses.fields(key):
+        value = getattr(key, field.name)
+        items = value if isinstance(value, tuple) else (value,)
+        names = [item if isinstance(item, str) else item.name for item in items]
+        if names:
+            parts.append(f"{field.name}={', '.join(names)}")
+    return "; ".join(parts)
+
+
+def _is_muons(param: nn.Parameter) -> bool:
+    tagged = getattr(param, "is_embedding_or_output_parameter", False)
+    return param.dim() == 2 and not tagged and getattr(param, "use_muon", None) is not False
+
+
+def _values(given: Any, ours: type[Any]) -> dict[str, Any]:
+    """Fields of Megatron's dataclass that ours has; one that ours lacks must keep its default."""
+    if not dataclasses.is_dataclass(given) or isinstance(given, type):
+        raise ConfigError(
+            f"{type(given).__name__} is no configuration of Megatron's; pass its dataclass"
+        )
+    known = {field.name for field in dataclasses.fields(ours)}
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(given):
+        value = getattr(given, field.name)
+        if field.name in known:
+            values[field.name] = value
+        elif field.init and value != _default(field):
+            raise ConfigError(
+                f"{type(given).__name__}.{field.name}={value!r} is unknown to this version of "
+                f"megatron_lw, written for megatron-core 0.19.2; leave it at {_default(field)!r}"
+            )
+    return values
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default

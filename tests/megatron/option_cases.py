@@ -1,0 +1,70 @@
+"""Options of Megatron's loop with our optimizer; imported on ranks only."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers
+
+from tests.megatron.runs import Run
+from tests.megatron.training import train
+
+
+def with_and_without(flags: list[str], more: list[str]) -> tuple[Run, Run]:
+    """Ours twice: with some flags, and with more."""
+    return train(flags), train([*flags, *more])
+
+
+def frozen(flags: list[str], pattern: str) -> tuple[Run, Run]:
+    """Ours with the parameters frozen whose name has `pattern`; before and after training."""
+    before = Run()
+
+    def prepare(chunk: Any) -> None:
+        for name, param in chunk.named_parameters():
+            param.requires_grad_(pattern not in name)
+            before.weights[name] = param.detach().float().clone()
+
+    return before, train(flags, prepare=prepare)
+
+
+def frozen_stage(flags: list[str]) -> tuple[Run, list[int]]:
+    """Ours where the last pipeline stage has nothing trainable; trainable parameters a rank."""
+
+    def prepare(chunk: Any) -> None:
+        if chunk.post_process:
+            chunk.requires_grad_(False)
+
+    def count(model: Any, optimizer: Any) -> int:
+        assert optimizer.get_loss_scale().item() == 1.0
+        return len(optimizer.get_parameters())
+
+    run = train(flags, prepare=prepare, probe=count)
+    return run, run.extra
+
+
+def fused(flags: list[str]) -> tuple[Run, Run, int]:
+    """Ours, with and without layers that accumulate their weight gradients themselves."""
+    calls: list[torch.Size] = []
+
+    def accumulate(total: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+        calls.append(main_grad.shape)
+        main_grad.add_(grad.reshape(-1, grad.shape[-1]).t() @ total.reshape(-1, total.shape[-1]))
+
+    kernels: Any = types.SimpleNamespace(
+        wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
+    )
+    plain = train(flags)
+    module: Any = layers
+    module.fused_weight_gradient_mlp_cuda = kernels
+    module._grad_accum_fusion_available = True
+    try:
+        return plain, train(flags, without=["--no-gradient-accumulation-fusion"]), len(calls)
+    finally:
+        module._grad_accum_fusion_available = False
+
+
+def fp16(flags: list[str]) -> tuple[Run, Run]:
+    """Megatron's Adam and ours in FP16, from a loss scale that overflows."""
+    return train(flags, ours=False), train(flags)

@@ -1,0 +1,73 @@
+"""Options of Megatron's loop with our optimizer. Each test names its class of equality."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.megatron import launch, needs
+from tests.megatron.runs import last_stage
+
+needs.megatron()
+
+SHORT = ["--train-iters", "6"]
+OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"]
+
+
+def run(case: str, ranks: int, *args: object) -> list:  # type: ignore[type-arg]
+    return run_ranks(launch.run, ranks, "option_cases", case, *args, timeout=300)
+
+
+def test_evaluation_between_steps_changes_nothing() -> None:
+    """Bitwise."""
+    flags = ["--bf16", *SHORT, *OVERLAP]
+    evaluation = ["--eval-interval", "2", "--eval-iters", "2"]
+    for plain, evaluated in run("with_and_without", 2, flags, evaluation):
+        assert evaluated.losses == plain.losses
+        assert evaluated.norms == plain.norms
+        assert all(torch.equal(plain.weights[k], w) for k, w in evaluated.weights.items())
+
+
+def test_overlap_changes_nothing() -> None:
+    """Bitwise, from the second step on with reduces and gathers under way."""
+    flags = ["--bf16", *SHORT, "--ddp-bucket-size", "20000"]
+    for plain, overlapped in run("with_and_without", 2, flags, OVERLAP):
+        assert overlapped.losses == plain.losses
+        assert overlapped.norms == plain.norms
+        assert all(torch.equal(plain.weights[k], w) for k, w in overlapped.weights.items())
+
+
+def test_frozen_parameters_stay_and_the_rest_trains() -> None:
+    """Bitwise for what is frozen."""
+    for before, after in run("frozen", 2, ["--bf16", *SHORT, *OVERLAP], "layers.0."):
+        assert after.losses[-1] < after.losses[0]
+        for name, weight in before.weights.items():
+            trained = after.weights[f"0.module.module.{name}"]
+            assert torch.equal(weight, trained) == ("layers.0." in name), name
+
+
+def test_a_stage_with_nothing_trainable_takes_part() -> None:
+    flags = [*SHORT, "--pipeline-model-parallel-size", "2", "--untie-embeddings-and-output-weights"]
+    (first, trainable), (last, nothing) = run("frozen_stage", 2, flags)
+    assert set(trainable) != {0}
+    assert set(nothing) == {0}
+    assert last.losses[-1] < last.losses[0]
+    assert first.norms == last.norms
+
+
+def test_layers_that_accumulate_their_own_weight_gradients() -> None:
+    """Numerical: losses within 1e-5 in FP32 (micro-batches are summed in another order)."""
+    for plain, fused, calls in run("fused", 2, SHORT):
+        assert calls > 40
+        assert fused.losses == pytest.approx(plain.losses, abs=1e-5, rel=0)
+
+
+def test_fp16_skips_the_same_steps_as_megatron_and_trains_alike() -> None:
+    """Numerical: losses within 5e-3."""
+    flags = ["--fp16", "--optimizer", "adam", "--initial-loss-scale", "8388608", "--train-iters"]
+    flags += ["12", "--loss-scale-window", "4", "--hysteresis", "1"]
+    theirs, ours = last_stage(run("fp16", 2, flags))
+    assert ours.skipped == theirs.skipped > 0
+    assert [norm is None for norm in ours.norms] == [norm is None for norm in theirs.norms]
+    assert ours.losses == pytest.approx(theirs.losses, abs=5e-3, rel=0)
