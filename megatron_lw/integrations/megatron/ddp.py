@@ -79,7 +79,11 @@ class DistributedDataParallel(ddp.DistributedDataParallel, MegatronDDP):  # type
         super().start_grad_sync()
 
     def finish_grad_sync(
-        self, divisor: float | None = None, *, force_all_reduce: bool | None = False
+        self,
+        divisor: float | None = None,
+        *,
+        keep: bool = True,
+        force_all_reduce: bool | None = False,
     ) -> None:
         """Reduce the gradients; what crosses groups is then the caller's, as in Megatron.
 
@@ -87,6 +91,8 @@ class DistributedDataParallel(ddp.DistributedDataParallel, MegatronDDP):  # type
 
         Args:
             divisor: see `megatron_lw.DistributedDataParallel.finish_grad_sync`.
+            keep: leave a failure of this rank for the step to raise on all: the others wait for the
+                collectives that `finalize_model_grads` makes after this one.
             force_all_reduce: leave the whole mean gradient in `main_grad` on every rank, instead of
                 this rank's row.
 
@@ -94,7 +100,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel, MegatronDDP):  # type
         """
         if divisor is None and self._per_token:
             divisor = 1.0
-        super().finish_grad_sync(divisor)
+        super().finish_grad_sync(divisor, keep=keep)
         if (force_all_reduce or self.force_all_reduce) and not self._gathered_grads:
             self._gathered_grads = True
             for bucket in self.buckets:
