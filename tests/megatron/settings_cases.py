@@ -67,7 +67,8 @@ def carried() -> dict[str, str]:
         if field.init and OurConfig.FIELD_STATUS[field.name].status == "honoured":
             found[f"OptimizerConfig.{field.name}"] = _optimizer_problem(field)
     for field in dataclasses.fields(DistributedDataParallelConfig):
-        if DDPConfig.FIELD_STATUS[field.name].status == "honoured":
+        refused = settings.DDP_EDGE.get(field.name, ("",))[0] == "refused"
+        if DDPConfig.FIELD_STATUS[field.name].status == "honoured" and not refused:
             value = _other(field)
             changed = {field.name: value}
             if field.name == "reduce_scatter_with_fp32_accumulation":
@@ -121,6 +122,7 @@ def refused() -> dict[str, str]:
         "optimizer_cpu_offload": optimizer(optimizer_cpu_offload=True, muon_tp_mode="duplicated"),
         "use_megatron_fsdp": ddp(use_megatron_fsdp=True),
         "nccl_ub": ddp(nccl_ub=True),
+        "fp8_param_gather": ddp(fp8_param_gather=True, use_distributed_optimizer=True),
         "muon_split_qkv": optimizer(optimizer="muon", muon_split_qkv=True),
     }
 
