@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from megatron_lw.errors import CheckpointError, LayerWiseError
 from megatron_lw.groups import ParallelGroups
 
 Write = Callable[[Snapshot, Group], Path]
+_Place = tuple[str, tuple[int, ...], torch.Size, torch.dtype]
 
 
 class _Outcome:
@@ -48,7 +49,7 @@ class BackgroundSaver:
     def __init__(self, groups: ParallelGroups) -> None:
         self._control = groups.control
         self._group = create_host_group("checkpoint", groups.world)
-        self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._buffers: dict[_Place, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._outcome = _Outcome()
         # An error that no later call has raised is shown when the program ends.
@@ -85,9 +86,7 @@ class BackgroundSaver:
         Raises:
             CheckpointError: it failed; raised once, on every rank.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self.join()
         if self._at_exit is not None:
             self._at_exit.detach()
             self._at_exit = None
@@ -96,20 +95,27 @@ class BackgroundSaver:
             raise _failed(error) from error
         return self._outcome.directory
 
+    def join(self) -> None:
+        """Let the save under way end; what it failed with is left to the next `wait`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
     def _stage(self, snapshot: Snapshot) -> Snapshot:
         """Copies in host memory, which the next save uses again."""
-        staged = [self._staged(entry) for entry in snapshot.entries]
+        before, self._buffers = self._buffers, {}
+        staged = [self._staged(entry, before) for entry in snapshot.entries]
         if any(entry.tensor.is_cuda for entry in snapshot.entries):
             torch.cuda.synchronize()
         return replace(snapshot, entries=tuple(staged))
 
-    def _staged(self, entry: Entry) -> Entry:
-        place = (entry.key, entry.box.start)
-        buffer = self._buffers.get(place)
-        if buffer is None or buffer.shape != entry.tensor.shape:
+    def _staged(self, entry: Entry, before: Mapping[_Place, torch.Tensor]) -> Entry:
+        place = (entry.key, entry.box.start, entry.tensor.shape, entry.tensor.dtype)
+        buffer = before.get(place)
+        if buffer is None:
             on_device = entry.tensor.is_cuda
             buffer = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, pin_memory=on_device)
-            self._buffers[place] = buffer
+        self._buffers[place] = buffer
         buffer.copy_(entry.tensor, non_blocking=True)
         return replace(entry, tensor=buffer)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from megatron_lw.dist_checkpointing.entries import Entry
-from megatron_lw.distributed.agreement import agree_or_raise
+from megatron_lw.distributed.agreement import agree_or_raise, attempt
 from megatron_lw.distributed.checksums import by_rank, checksum
 from megatron_lw.distributed.collectives import all_gather_objects
 from megatron_lw.distributed.group import Group
@@ -33,13 +33,15 @@ def check_copies(entries: Sequence[Entry], groups: ParallelGroups) -> None:
     Raises:
         CheckpointError: on every rank, naming the first tensor whose copies differ, with the ranks.
     """
-    over = {id(g): g for domain in DOMAINS for g in (groups.domain(domain).tensor,)}
-    over[id(groups.embedding)] = groups.embedding
+    found = {id(g): g for domain in DOMAINS for g in (groups.domain(domain).tensor,)}
+    found[id(groups.embedding)] = groups.embedding
+    over = [group for group in found.values() if group.size > 1]
+
+    def collect() -> list[Facts]:
+        return [_facts([e for e in entries if any(g is c for c in e.copies)]) for g in over]
+
     problems: list[str] = []
-    for group in over.values():
-        if group.size == 1:
-            continue
-        facts = _facts([entry for entry in entries if entry.copies is group])
+    for group, facts in zip(over, attempt(collect, groups.control), strict=True):
         digests = all_gather_objects(digest_facts(list(facts.items())), group)
         if len(set(digests)) > 1:
             problems += _differences(all_gather_objects(facts, group), group, partial=False)
@@ -58,11 +60,17 @@ def assign_writers(entries: Sequence[Entry], group: Group) -> tuple[Entry, ...]:
     Raises:
         CheckpointError: on every rank, naming the first tensor whose copies differ, with the ranks.
     """
-    gathered = all_gather_objects(_facts(entries), group)
+    gathered = all_gather_objects(attempt(lambda: _facts(entries), group), group)
     problems = _differences(gathered, group, partial=True)
     if problems:
         raise CheckpointError(f"{problems[0]}; {_REMEDY}")
-    return tuple(replace(entry, writes=_writer(entry, gathered) == group.rank) for entry in entries)
+    firsts = {_label(entry): entry for entry in reversed(entries)}
+    return tuple(
+        replace(entry, writes=_writer(entry, gathered) == group.rank)
+        if firsts[_label(entry)] is entry
+        else entry
+        for entry in entries
+    )
 
 
 def _writer(entry: Entry, gathered: Sequence[Facts]) -> int:
@@ -82,14 +90,23 @@ def writer_among(holders: Sequence[int], text: str) -> int:
 
 
 def _facts(entries: Sequence[Entry]) -> dict[str, tuple[object, ...]]:
-    """What must be equal: dtype, logical shape and bits; the host waits for the device once."""
-    if not entries:
-        return {}
-    sums = torch.stack([checksum(entry.tensor).cpu() for entry in entries]).tolist()
-    return {
-        _label(entry): (entry.dtype, entry.shape, f"checksum {value % (1 << 64):016x}")
-        for entry, value in zip(entries, sums, strict=True)
-    }
+    """What must be equal: dtype, logical shape and bits; the host waits for each device once.
+
+    Raises:
+        CheckpointError: this rank holds a tensor twice, with different contents.
+    """
+    found: dict[str, tuple[object, ...]] = {}
+    for device in dict.fromkeys(entry.tensor.device for entry in entries):
+        here = [entry for entry in entries if entry.tensor.device == device]
+        sums = torch.stack([checksum(entry.tensor) for entry in here]).tolist()
+        for entry, value in zip(here, sums, strict=True):
+            fact = (entry.dtype, entry.shape, f"checksum {value % (1 << 64):016x}")
+            if found.setdefault(_label(entry), fact) != fact:
+                raise CheckpointError(
+                    f"{entry.key} is in two chunks of one rank, with different contents; "
+                    f"{_REMEDY}; a NameMap tells chunks apart"
+                )
+    return found
 
 
 def _label(entry: Entry) -> str:

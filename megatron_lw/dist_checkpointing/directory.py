@@ -88,7 +88,7 @@ def require_step(directory: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{directory}: its manifest is that of step {manifest.step}")
 
 
-def prune(root: Path, keep_last: int, storage: Storage) -> list[Path]:
+def prune(root: Path, keep_last: int, storage: Storage, *, saved: Path | None = None) -> list[Path]:
     """Remove all but the newest committed checkpoints.
 
     A checkpoint loses its manifest first, so that none is ever found with a part of its files.
@@ -97,6 +97,7 @@ def prune(root: Path, keep_last: int, storage: Storage) -> list[Path]:
         root: directory of the run.
         keep_last: how many stay.
         storage: where they are.
+        saved: stays too: what was just saved, also where a run went back to an earlier step.
 
     Returns:
         The directories that were removed; one that holds a file that is not ours stays, without
@@ -114,6 +115,7 @@ def prune(root: Path, keep_last: int, storage: Storage) -> list[Path]:
         for each in (*kept, root):
             with file_errors(each, "flushed"):
                 storage.flush_directory(each)
+    old = [directory for directory in old if directory != saved]
     for directory in old:
         with file_errors(directory, "removed"):
             storage.remove(directory / MANIFEST)

@@ -6,8 +6,9 @@ parameters and buffers, each with the box of the logical tensor that it is.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,12 @@ import torch
 
 from megatron_lw.dist_checkpointing.dtypes import dtype_name
 from megatron_lw.dist_checkpointing.manifest import VALUE, ParamRecord, RowRecord
-from megatron_lw.dist_checkpointing.runs import Place, logical_parts, row_content
+from megatron_lw.dist_checkpointing.runs import (
+    Place,
+    logical_parts,
+    padding_inside,
+    row_content,
+)
 from megatron_lw.distributed.group import Group
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer.boxes import Box
@@ -38,7 +44,7 @@ class Entry:
         shape: logical shape of the whole tensor.
         box: which part this is.
         tensor: its elements, of shape `box.shape`; a view of what the optimizer or the model holds.
-        copies: ranks that hold equal copies of it; None: this rank alone holds it, or no one says.
+        copies: groups whose ranks hold equal copies of it; compared before it is saved.
         writes: whether this rank writes it, of all that hold a copy.
     """
 
@@ -47,7 +53,7 @@ class Entry:
     shape: tuple[int, ...]
     box: Box
     tensor: torch.Tensor
-    copies: Group | None
+    copies: tuple[Group, ...]
     writes: bool
 
     @property
@@ -67,12 +73,15 @@ class Holdings:
 
     Attributes:
         params: its stepped parameters.
+        tied: identity -> global name on this rank, of tied weights, frozen ones too.
         entries: masters and states.
-        values: frozen parameters and persistent buffers.
+        values: what several ranks may hold without saying so: frozen parameters, persistent
+            buffers, and stepped parameters without elements, which lie in no row.
         rows: its rows, with their declared padding.
     """
 
     params: tuple[ParamRecord, ...]
+    tied: Mapping[str, str]
     entries: tuple[Entry, ...]
     values: tuple[Entry, ...]
     rows: tuple[RowRecord, ...]
@@ -86,11 +95,19 @@ def holdings(optimizer: LayerWiseDistributedOptimizer) -> Holdings:
     rank = groups.world.ranks[groups.world.rank]
     return Holdings(
         params=tuple(_param_record(route, groups) for route in routes.values()),
+        tied={
+            identity(info): info.name
+            for info in (
+                *(route.info for route in routes.values()),
+                *(info for info, _ in _frozen_parameters(optimizer)),
+            )
+            if info.tied is not None
+        },
         entries=(
             *(entry for each in held for entry in _bucket_entries(each, routes, groups)),
-            *_owned_entries(held, routes),
+            *_owned_entries(held, routes, groups),
         ),
-        values=(*_frozen(optimizer), *_buffers(optimizer)),
+        values=(*_frozen(optimizer), *_buffers(optimizer), *_without_elements(held, routes)),
         rows=tuple(_row_record(each, routes, rank) for each in held),
     )
 
@@ -166,30 +183,43 @@ def _bucket_entries(
             )
 
 
-def _owned_entries(held: list[Held], routes: Mapping[str, Route]) -> Iterator[Entry]:
-    """States that lie whole at the owner of a matrix."""
+def _without_elements(held: list[Held], routes: Mapping[str, Route]) -> Iterator[Entry]:
+    """Masters and states of stepped parameters that have no elements."""
+    for each in held:
+        for place in (place_of(routes[name].info) for name in each.bucket.names):
+            if 0 in place.shape:
+                whole = Box((0,) * len(place.shape), place.shape)
+                for key, row in each.rows.items():
+                    yield _value(place.name, place.shape, whole, row[:0].view(place.shape), key)
+
+
+def _owned_entries(
+    held: list[Held], routes: Mapping[str, Route], groups: ParallelGroups
+) -> Iterator[Entry]:
+    """States that lie at the owner of a matrix; the first stage writes those of a tied weight."""
     for child in {id(each.child): each.child for each in held}.values():
         for state in child.owned_states():
+            info = routes[state.param].info
             yield Entry(
-                name=identity(routes[state.param].info),
+                name=identity(info),
                 state=state.key,
                 shape=state.global_shape,
                 box=Box(state.start, tuple(state.tensor.shape)),
                 tensor=state.tensor,
-                copies=None,
-                writes=True,
+                copies=(),
+                writes=info.tied is None or groups.embedding.rank == 0,
             )
 
 
-def _copies(info: ParamInfo, groups: ParallelGroups) -> tuple[Group | None, bool]:
+def _copies(info: ParamInfo, groups: ParallelGroups) -> tuple[tuple[Group, ...], bool]:
     """Which ranks hold the same part of a stepped parameter, and whether this one writes it."""
     tensor = groups.domain(info.domain).tensor
-    if info.tied is not None and groups.embedding.size > 1:
-        is_first = groups.embedding.rank == 0
-        return groups.embedding, is_first and takes_turn(info, tensor.size, tensor.rank)
-    if info.tp_dim is None and tensor.size > 1:
-        return tensor, takes_turn(info, tensor.size, tensor.rank)
-    return None, True
+    over = [tensor] if info.tp_dim is None else []
+    is_first = takes_turn(info, tensor.size, tensor.rank)
+    if info.tied is not None:
+        over.append(groups.embedding)
+        is_first = is_first and groups.embedding.rank == 0
+    return tuple(group for group in over if group.size > 1), is_first
 
 
 def takes_turn(info: ParamInfo, size: int, rank: int) -> bool:
@@ -218,31 +248,49 @@ def _row_record(held: Held, routes: Mapping[str, Route], rank: int) -> RowRecord
 
 
 def _frozen(optimizer: LayerWiseDistributedOptimizer) -> Iterator[Entry]:
+    for info, param in _frozen_parameters(optimizer):
+        place = place_of(info)
+        for part in logical_parts(place, 0, info.numel):
+            local = _local_view(param.detach(), part.start, part.box)
+            yield _value(place.name, place.shape, part.box, local)
+
+
+def frozen_padding(
+    optimizer: LayerWiseDistributedOptimizer,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and view of the padding rows inside frozen parameters; those of rows are in their rows.
+
+    A load makes them zero.
+    """
+    for info, param in _frozen_parameters(optimizer):
+        place = place_of(info)
+        inner = math.prod(place.local_shape[1:])
+        for low, high in padding_inside(place):
+            yield place.name, param.detach()[low // inner : high // inner]
+
+
+def _frozen_parameters(
+    optimizer: LayerWiseDistributedOptimizer,
+) -> Iterable[tuple[ParamInfo, torch.nn.Parameter]]:
     chunks, groups = optimizer.model_chunks, optimizer.groups
 
     def to_global(chunk: int, name: str) -> str:
         return chunks[chunk].names.to_global(chunk, name)
 
-    frozen = describe_frozen([chunk.module for chunk in chunks], groups, NameMap(to_global))
-    for info, param in frozen.values():
-        place = place_of(info)
-        for part in logical_parts(place, 0, info.numel):
-            local = _local_view(param.detach(), part.start, part.box)
-            yield _value(place.name, place.shape, part.box, local, groups)
+    found = describe_frozen([chunk.module for chunk in chunks], groups, NameMap(to_global))
+    return found.values()
 
 
 def _buffers(optimizer: LayerWiseDistributedOptimizer) -> Iterator[Entry]:
-    """Persistent buffers; each once, where chunks have one of the same name."""
-    names: set[str] = set()
+    """Persistent buffers; where chunks have one of the same name, those of all chunks."""
     for index, chunk in enumerate(optimizer.model_chunks):
         persistent = chunk.module.state_dict(keep_vars=True)
         for local_name, buffer in chunk.module.named_buffers():
             name = chunk.names.to_global(index, local_name)
-            if local_name in persistent and name not in names:
-                names.add(name)
+            if local_name in persistent:
                 shape = tuple(buffer.shape)
                 whole = Box((0,) * len(shape), shape)
-                yield _value(name, shape, whole, buffer.detach(), optimizer.groups)
+                yield _value(name, shape, whole, buffer.detach())
 
 
 def _value(
@@ -250,16 +298,16 @@ def _value(
     shape: tuple[int, ...],
     box: Box,
     tensor: torch.Tensor,
-    groups: ParallelGroups,
+    state: str = VALUE,
 ) -> Entry:
     """An entry that any rank may hold; who writes it is agreed on at save."""
     return Entry(
         name=name,
-        state=VALUE,
+        state=state,
         shape=shape,
         box=box,
         tensor=tensor,
-        copies=groups.control,
+        copies=(),
         writes=False,
     )
 

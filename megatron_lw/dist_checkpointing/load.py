@@ -8,7 +8,6 @@ masters before `load` returns.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_lw.dist_checkpointing.entries import Holdings, holdings
-from megatron_lw.dist_checkpointing.manifest import Manifest
-from megatron_lw.dist_checkpointing.match import Match, match, require_all_used
-from megatron_lw.dist_checkpointing.reader import CheckpointReader
+from megatron_lw.dist_checkpointing.account import LOSS_SCALER, account
+from megatron_lw.dist_checkpointing.account import CheckpointWarning as CheckpointWarning
+from megatron_lw.dist_checkpointing.entries import Holdings, frozen_padding, holdings
+from megatron_lw.dist_checkpointing.manifest import VALUE
+from megatron_lw.dist_checkpointing.match import Match, gather_aliases, match
 from megatron_lw.dist_checkpointing.reading import carry_out
-from megatron_lw.dist_checkpointing.snapshot import Stateful, require_same_model
+from megatron_lw.dist_checkpointing.snapshot import (
+    Stateful,
+    check_patterns,
+    is_named,
+    require_same_model,
+)
+from megatron_lw.dist_checkpointing.source import Source, open_source
 from megatron_lw.dist_checkpointing.storage import Storage
-from megatron_lw.dist_checkpointing.values import Encoded
 from megatron_lw.distributed.agreement import attempt
-from megatron_lw.distributed.collectives import all_gather_objects, gather_objects
-from megatron_lw.errors import CheckpointError
+from megatron_lw.errors import CheckpointError, ConfigError
 from megatron_lw.optimizer.held import held_buckets
 from megatron_lw.optimizer.param_groups import POLICIES
 
@@ -35,8 +39,14 @@ if TYPE_CHECKING:
     from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer
 
 
-class CheckpointWarning(UserWarning):
-    """Something that was saved is not loaded, or the reverse, and that is allowed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wishes:
+    """What the caller of `load` wants, see there."""
+
+    scheduler: Stateful | None
+    weights_only: bool
+    keep_settings: bool | Collection[str]
+    leave_out: Collection[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,97 +107,87 @@ def load(
             load succeeds; before that nothing is changed.
     """
     control = optimizer.groups.control
-
-    def open_checkpoint() -> CheckpointReader:
-        require_same_model(model, optimizer)
-        return CheckpointReader(path, storage)
-
-    source = attempt(open_checkpoint, control)
-    held, found = attempt(
-        lambda: _match(optimizer, source, scheduler, leave_out, weights_only), control
+    wishes = _Wishes(
+        scheduler=scheduler,
+        weights_only=weights_only,
+        keep_settings=keep_settings,
+        leave_out=leave_out,
     )
-    left_out = _account(source, found, control_of=optimizer, leave_out=leave_out, only=weights_only)
+
+    def collect() -> Holdings:
+        if optimizer.saver is not None:
+            optimizer.saver.join()  # else ranks might differ in which checkpoint is the newest
+        require_same_model(model, optimizer)
+        check_patterns("leave_out", leave_out)
+        _check_kept(optimizer, keep_settings)
+        return holdings(optimizer)
+
+    held = attempt(collect, control)
+    source = open_source(path, storage, control)
+    aliases = gather_aliases(held, control)
+    found = attempt(lambda: _match(optimizer, held, source, aliases, wishes), control)
+    left_out = account(
+        source,
+        found,
+        control,
+        optimizer.param_groups,
+        leave_out=leave_out,
+        weights_only=weights_only,
+        keep_settings=keep_settings,
+    )
+    extra = attempt(lambda: _extra(source, control.rank, control.size), control)
     with optimizer.restoring(str(source.directory), stepped=not weights_only):
-        attempt(lambda: _fill(optimizer, held, found, source, weights_only), control)
+        attempt(lambda: _fill(optimizer, held, found, source, wishes), control)
         if not weights_only:
-            attempt(lambda: _set(optimizer, scheduler, source, keep_settings, leave_out), control)
-    return _loaded(source, control.rank, control.size, (*found.left_out, *left_out))
+            attempt(lambda: _set(optimizer, found, source, wishes), control)
+    return Loaded(
+        step=source.manifest.step,
+        directory=source.directory,
+        extra=extra,
+        num_saved_ranks=source.num_ranks,
+        extra_of_rank=source.extra_of_rank,
+        left_out=tuple(dict.fromkeys((*found.left_out, *left_out))),
+    )
+
+
+def _check_kept(
+    optimizer: LayerWiseDistributedOptimizer, keep_settings: bool | Collection[str]
+) -> None:
+    """Raise ConfigError for a name that is no setting of any group: it would keep nothing."""
+    if isinstance(keep_settings, bool):
+        return
+    check_patterns("keep_settings", keep_settings)
+    known = {key for group in optimizer.param_groups for key in group}
+    for name in keep_settings:
+        if name not in known:
+            raise ConfigError(
+                f"keep_settings has {name!r}, which no parameter group has; they have "
+                f"{', '.join(sorted(known - {'params'}))}"
+            )
 
 
 def _match(
     optimizer: LayerWiseDistributedOptimizer,
-    source: CheckpointReader,
-    scheduler: Stateful | None,
-    leave_out: Collection[str],
-    weights_only: bool,
-) -> tuple[Holdings, Match]:
+    held: Holdings,
+    source: Source,
+    aliases: Mapping[str, tuple[str, ...]],
+    wishes: _Wishes,
+) -> Match:
     """All checks that one rank can make before anything is written."""
-    held = holdings(optimizer)
-    found = match(held, source.manifest, leave_out=leave_out, weights_only=weights_only)
-    values = source.manifest.values
-    if not weights_only:
-        if scheduler is not None and "scheduler" not in values:
+    manifest, leave_out = source.manifest, wishes.leave_out
+    found = match(held, manifest, aliases, leave_out=leave_out, weights_only=wishes.weights_only)
+    if wishes.weights_only:
+        return found
+    if wishes.scheduler is not None and "scheduler" not in manifest.values:
+        raise CheckpointError("the checkpoint has no scheduler; load without one, or start it anew")
+    if LOSS_SCALER not in leave_out:
+        if LOSS_SCALER not in manifest.values:
             raise CheckpointError(
-                "the checkpoint has no scheduler; load without one, or start it anew"
+                f"the checkpoint has no {LOSS_SCALER}; name it in leave_out= to do without"
             )
-        if "loss_scaler" not in leave_out:
-            trial = copy.copy(optimizer.loss_scaler)
-            trial.load(source.value(_known(values, "loss_scaler")))
-    return held, found
-
-
-def _known(values: Mapping[str, Encoded], name: str) -> Encoded:
-    if name not in values:
-        raise CheckpointError(f"the checkpoint has no {name}; name it in leave_out=")
-    return values[name]
-
-
-def _account(
-    source: CheckpointReader,
-    found: Match,
-    *,
-    control_of: LayerWiseDistributedOptimizer,
-    leave_out: Collection[str],
-    only: bool,
-) -> tuple[str, ...]:
-    """Find what no rank asks for; warn, on the first rank, of what is dropped or new.
-
-    Collective: a gather over `groups.control`, then an all-gather of the verdict.
-    """
-    control = control_of.groups.control
-    gathered = gather_objects((found.used, found.dropped), control)
-
-    def account() -> tuple[str, ...]:
-        if gathered is None:
-            return ()
-        left_out = require_all_used(
-            source.manifest, gathered, leave_out=leave_out, weights_only=only
-        )
-        dropped = sorted("/".join(key) for _, keys in gathered for key in keys)
-        if dropped:
-            _warn(
-                f"states that another child kept are dropped, and start from zero: "
-                f"{', '.join(dict.fromkeys(dropped))}"
-            )
-        if not only:
-            _warn_of_groups(source.manifest, control_of.param_groups)
-        return left_out
-
-    return all_gather_objects(attempt(account, control), control)[0]  # type: ignore[no-any-return]
-
-
-def _warn_of_groups(manifest: Manifest, groups: Sequence[Mapping[str, Any]]) -> None:
-    present = [group["name"] for group in groups]
-    new = [name for name in present if name not in manifest.groups]
-    gone = [name for name in manifest.groups if name not in present]
-    if new:
-        _warn(f"parameter groups that were not saved keep their settings: {', '.join(new)}")
-    if gone:
-        _warn(f"saved parameter groups that are no more are dropped: {', '.join(gone)}")
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, CheckpointWarning, stacklevel=2)
+        trial = copy.copy(optimizer.loss_scaler)
+        trial.load(source.value(manifest.values[LOSS_SCALER]))
+    return found
 
 
 @torch.no_grad()
@@ -195,69 +195,56 @@ def _fill(
     optimizer: LayerWiseDistributedOptimizer,
     held: Holdings,
     found: Match,
-    source: CheckpointReader,
-    weights_only: bool,
+    source: Source,
+    wishes: _Wishes,
 ) -> None:
     """Read the tensors; declared padding becomes zero."""
     buckets = held_buckets(optimizer.runtime)
     for bucket, record in zip(buckets, held.rows, strict=True):
-        rows = [bucket.master.row] if weights_only else list(bucket.rows.values())
+        rows = [bucket.master.row] if wishes.weights_only else list(bucket.rows.values())
         for row in rows:
             for start, stop in record.padding:
                 row[start:stop].zero_()
+    for name, padding in frozen_padding(optimizer):
+        if not is_named(wishes.leave_out, name, VALUE):
+            padding.zero_()
     for entry in found.fresh:
         entry.tensor.zero_()
     carry_out(found.reads, source.manifest, source.directory, source.storage)
 
 
 def _set(
-    optimizer: LayerWiseDistributedOptimizer,
-    scheduler: Stateful | None,
-    source: CheckpointReader,
-    keep_settings: bool | Collection[str],
-    leave_out: Collection[str],
+    optimizer: LayerWiseDistributedOptimizer, found: Match, source: Source, wishes: _Wishes
 ) -> None:
-    """Set everything that is no tensor: step counts, settings, loss scale, scheduler."""
+    """Set everything that is no tensor: step counts, settings, loss scale, scheduler.
+
+    A scheduler that sets settings when it is given its state has the last word on them.
+    """
     manifest = source.manifest
     for bucket in held_buckets(optimizer.runtime):
         saved = manifest.children.get(bucket.kind)
-        if saved is not None:
-            bucket.child.num_steps = saved.num_steps
-            bucket.child.load_owned_values(
-                {name: source.value(value) for name, value in saved.values.items()}
-            )
-    if keep_settings is not True:
-        for group in optimizer.param_groups:
-            settings = source.value(manifest.groups.get(group["name"], {"$dict": []}))
-            kept = {*(keep_settings or ()), *POLICIES}
-            group.update({key: value for key, value in settings.items() if key not in kept})
-    if "loss_scaler" not in leave_out:
-        optimizer.loss_scaler.load(source.value(manifest.values["loss_scaler"]))
-    if scheduler is not None:
-        scheduler.load_state_dict(source.value(manifest.values["scheduler"]))
-
-
-def _loaded(source: CheckpointReader, rank: int, size: int, left_out: Sequence[str]) -> Loaded:
-    manifest = source.manifest
-    num_saved = manifest.topology.get("world", 1)
-
-    def extra_of_rank(saved_rank: int) -> dict[str, Any]:
-        own = manifest.values_by_rank[saved_rank] if manifest.values_by_rank else {}
-        shared = source.value(manifest.values.get("extra", {}))
-        return {**shared, **{key: source.value(value) for key, value in own.items()}}
-
-    if manifest.values_by_rank and num_saved != size and rank == 0:
-        names = sorted({key for values in manifest.values_by_rank for key in values})
-        _warn(
-            f"{num_saved} ranks saved values of their own in extra ({', '.join(names)}), and "
-            f"{size} ranks load: take what is needed from extra_of_rank"
+        bucket.child.num_steps = 0 if saved is None else saved.num_steps
+        values = {} if saved is None else saved.values
+        bucket.child.load_owned_values(
+            {
+                name: source.value(values[identity])
+                for name, identity in found.identities.items()
+                if identity in values
+            }
         )
-    same = num_saved == size
-    return Loaded(
-        step=manifest.step,
-        directory=source.directory,
-        extra=extra_of_rank(rank) if same else source.value(manifest.values.get("extra", {})),
-        num_saved_ranks=num_saved,
-        extra_of_rank=extra_of_rank,
-        left_out=tuple(dict.fromkeys(left_out)),
-    )
+    if wishes.keep_settings is not True:
+        kept = {*(wishes.keep_settings or ()), *POLICIES}
+        for group in optimizer.param_groups:
+            settings = source.settings(group["name"])
+            group.update({key: value for key, value in settings.items() if key not in kept})
+    if LOSS_SCALER not in wishes.leave_out:
+        optimizer.loss_scaler.load(source.value(manifest.values[LOSS_SCALER]))
+    if wishes.scheduler is not None:
+        wishes.scheduler.load_state_dict(source.value(manifest.values["scheduler"]))
+
+
+def _extra(source: Source, rank: int, size: int) -> dict[str, Any]:
+    """This rank's `extra`; only what was equal on all ranks where their number has changed."""
+    if source.num_ranks == size:
+        return source.extra_of_rank(rank)
+    return source.shared_extra()

@@ -13,7 +13,10 @@ from megatron_lw.dist_checkpointing.entries import Entry, Holdings
 from megatron_lw.dist_checkpointing.manifest import MASTER, VALUE, Manifest, TensorRecord
 from megatron_lw.dist_checkpointing.reading import Read, find_reads
 from megatron_lw.dist_checkpointing.snapshot import EXTRA, is_named
+from megatron_lw.distributed.collectives import all_gather_objects
+from megatron_lw.distributed.group import Group
 from megatron_lw.errors import CheckpointError
+from megatron_lw.optimizer.names import natural_key
 
 _SHOWN = 5
 _REMEDY = "load into the model that was saved, or name in leave_out= what is to be left out"
@@ -27,6 +30,7 @@ class Match:
 
     Attributes:
         reads: what is read into masters, states, frozen parameters and buffers.
+        identities: global name on this rank -> name in the checkpoint, of stepped parameters.
         fresh: states that start from zero, as another child stepped the parameter before.
         used: saved tensors that this rank reads, by name and state.
         dropped: saved states that no one asks for, for the same reason.
@@ -34,6 +38,7 @@ class Match:
     """
 
     reads: tuple[Read, ...]
+    identities: Mapping[str, str]
     fresh: tuple[Entry, ...]
     used: frozenset[Key]
     dropped: frozenset[Key]
@@ -61,14 +66,32 @@ class SavedNames:
         return [key for key in self.records if key[0] == name and key[1] not in (MASTER, VALUE)]
 
 
+def gather_aliases(held: Holdings, group: Group) -> dict[str, tuple[str, ...]]:
+    """Identity of a tied weight -> all names that it may have been saved by, alike on every rank.
+
+    Collective: all-gather of names over `group`.
+    """
+    found: dict[str, set[str]] = {}
+    for tied in all_gather_objects(dict(held.tied), group):
+        for name, of_rank in tied.items():
+            found.setdefault(name, set()).add(of_rank)
+    return {name: (name, *sorted(names, key=natural_key)) for name, names in found.items()}
+
+
 def match(
-    held: Holdings, manifest: Manifest, *, leave_out: Collection[str], weights_only: bool
+    held: Holdings,
+    manifest: Manifest,
+    aliases: Mapping[str, tuple[str, ...]],
+    *,
+    leave_out: Collection[str],
+    weights_only: bool,
 ) -> Match:
     """Find for everything that this rank holds what was saved of it.
 
     Args:
         held: what the rank holds.
         manifest: the checkpoint.
+        aliases: from `gather_aliases`.
         leave_out: patterns of names, or of `name/state`, that stay as they are.
         weights_only: whether states stay as they are.
 
@@ -76,7 +99,6 @@ def match(
         CheckpointError: something was not saved, or with another dtype or logical shape.
     """
     saved = SavedNames(manifest)
-    names = {param.name: (param.name, *param.names) for param in held.params}
     child_of = {param.name: param.child for param in held.params}
     reads: list[Read] = []
     fresh: list[Entry] = []
@@ -91,7 +113,7 @@ def match(
         if is_named(leave_out, entry.name, entry.state):
             left_out.append(entry.key)
             continue
-        identity = saved.identity(names.get(entry.name, (entry.name,)))
+        identity = saved.identity(aliases.get(entry.name, (entry.name,)))
         if is_state and identity is not None:
             if saved.children[identity] != child_of[entry.name]:
                 fresh.append(entry)
@@ -101,14 +123,17 @@ def match(
         if record is None:
             missing.append(entry.key)
             continue
+        _require_writable(entry)
         used.add((record.name, record.state))
         reads += find_reads(record, entry.shape, entry.box, entry.tensor)
     if missing:
         raise CheckpointError(
             f"the checkpoint has no {_listed(missing)}, which the model has; {_REMEDY}"
         )
+    found = {p: saved.identity(aliases.get(p.name, (p.name,))) for p in held.params}
     return Match(
         reads=tuple(reads),
+        identities={name: known for param, known in found.items() if known for name in param.names},
         fresh=tuple(fresh),
         used=frozenset(used),
         dropped=frozenset(dropped),
@@ -171,6 +196,15 @@ def _record_of(entry: Entry, identity: str | None, saved: SavedNames) -> TensorR
         return record
     other = {MASTER: VALUE, VALUE: MASTER}.get(entry.state)
     return None if other is None else saved.records.get((name, other))
+
+
+def _require_writable(entry: Entry) -> None:
+    """Raise CheckpointError for an expanded tensor, whose elements share memory."""
+    tensor = entry.tensor
+    if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise CheckpointError(
+            f"{entry.key} is an expanded tensor, which cannot be loaded into; clone() it"
+        )
 
 
 def _listed(keys: Sequence[str]) -> str:

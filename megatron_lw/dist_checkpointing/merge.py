@@ -84,7 +84,11 @@ def merge(parts: Sequence[RankPart]) -> Manifest:
     names = dict.fromkeys(name for part in parts for name in part.values)
     shared: dict[str, list[object]] = {
         "step": [part.step for part in parts],
-        "parameter groups": [part.groups for part in parts],
+        "names of parameter groups": [sorted(part.groups) for part in parts],
+        **{
+            f"settings of parameter group {name!r}": [part.groups.get(name) for part in parts]
+            for name in parts[0].groups
+        },
         **{name: [part.values.get(name) for part in parts] for name in names},
     }
     for what, values in shared.items():
@@ -184,7 +188,7 @@ def _require_equal(what: str, ranks: Sequence[int], values: Sequence[object]) ->
     for rank, value in zip(ranks, values, strict=True):
         if repr(value) != repr(values[0]):
             raise CheckpointError(
-                f"{what} of rank {rank} differ from those of rank {ranks[0]}: {value!r} and "
+                f"{what} of rank {rank} differ from those of rank {ranks[0]}: {value!r} against "
                 f"{values[0]!r}; ranks must be saved at the same step with the same settings"
             )
 

@@ -6,22 +6,25 @@ leaves the one before it as it was.
 
 from __future__ import annotations
 
+import operator
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_lw.dist_checkpointing.account import CheckpointWarning
 from megatron_lw.dist_checkpointing.background import BackgroundSaver
 from megatron_lw.dist_checkpointing.commit import commit
 from megatron_lw.dist_checkpointing.data_file import Blob, write_data_file
-from megatron_lw.dist_checkpointing.directory import clean, prune, step_directory
+from megatron_lw.dist_checkpointing.directory import clean, latest, prune, step_directory
 from megatron_lw.dist_checkpointing.merge import RankPart, WrittenPiece, merge
 from megatron_lw.dist_checkpointing.snapshot import Snapshot, Stateful, take_snapshot
 from megatron_lw.dist_checkpointing.storage import FileStorage, Storage, make_directory
 from megatron_lw.distributed.agreement import attempt
 from megatron_lw.distributed.collectives import gather_objects
 from megatron_lw.distributed.group import Group
-from megatron_lw.errors import ConfigError
+from megatron_lw.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from megatron_lw.distributed.ddp import DistributedDataParallel
@@ -69,13 +72,20 @@ def save(
 
     Raises:
         CheckpointError: on every rank: copies that differ, a value that cannot be saved, an
-            operation of the file system that failed. Nothing is committed.
+            operation of the file system that failed. Nothing is committed, unless it says so.
         StateError: on every rank: a step failed half-way.
         ConfigError: on every rank: a wrong argument.
     """
-    check_save_arguments(step, keep_last)
-    wait(optimizer)
     root, store = Path(path), storage or FileStorage()
+    wait(optimizer)
+
+    def check() -> int:
+        number = check_save_arguments(step, keep_last)
+        if optimizer.groups.control.rank == 0:
+            _warn_of_later(root, number, store)
+        return number
+
+    step = attempt(check, optimizer.groups.control)
     snapshot = take_snapshot(model, optimizer, scheduler, extra, step=step, leave_out=leave_out)
 
     def write(snapshot: Snapshot, group: Group) -> Path:
@@ -102,16 +112,33 @@ def wait(optimizer: LayerWiseDistributedOptimizer) -> Path | None:
     return None if saver is None else saver.wait()
 
 
-def check_save_arguments(step: int, keep_last: int | None) -> None:
-    """Check what every rank passes alike.
+def check_save_arguments(step: int, keep_last: int | None) -> int:
+    """Check what every rank passes alike; returns `step`, as Python's own kind of integer.
 
     Raises:
-        ConfigError: a number is out of its range.
+        ConfigError: a number is out of its range, or `step` is no integer.
     """
+    try:
+        step = operator.index(step)
+    except TypeError:
+        raise ConfigError(f"step={step!r}; give an integer, the number of steps taken") from None
     if step < 0:
         raise ConfigError(f"step={step}; give the number of steps taken, 0 or more")
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"keep_last={keep_last}; keep at least the newest checkpoint, or None")
+    return step
+
+
+def _warn_of_later(root: Path, step: int, storage: Storage) -> None:
+    """A run that went back to an earlier step leaves checkpoints that `latest` prefers."""
+    newest = latest(root, storage)
+    if newest is not None and int(newest.name.removeprefix("step-")) > step:
+        warnings.warn(
+            f"{newest} is of a later step than {step}, which is saved now: a load of {root} takes "
+            "the later one; delete it, or save to another directory",
+            CheckpointWarning,
+            stacklevel=2,
+        )
 
 
 def write_snapshot(
@@ -138,9 +165,14 @@ def write_snapshot(
     def publish() -> None:
         if gathered is not None:
             commit(storage, directory, merge(gathered))
-            clean(root, storage)
-            if keep_last is not None:
-                prune(root, keep_last, storage)
+            try:
+                clean(root, storage)
+                if keep_last is not None:
+                    prune(root, keep_last, storage, saved=directory)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{directory} is saved, but tidying up failed: {error}"
+                ) from error
 
     attempt(prepare, group)
     part = attempt(lambda: _write(snapshot, directory, storage), group)

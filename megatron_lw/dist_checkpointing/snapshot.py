@@ -12,13 +12,12 @@ import torch
 
 from megatron_lw.dist_checkpointing.copies import assign_writers, check_copies
 from megatron_lw.dist_checkpointing.dtypes import raw_bytes
-from megatron_lw.dist_checkpointing.entries import Entry, Holdings, holdings
+from megatron_lw.dist_checkpointing.entries import Entry, Holdings, holdings, identity
 from megatron_lw.dist_checkpointing.manifest import VALUE, ChildRecord
 from megatron_lw.dist_checkpointing.merge import RankPart
 from megatron_lw.dist_checkpointing.values import Encoded, encode
 from megatron_lw.distributed.agreement import attempt
 from megatron_lw.errors import CheckpointError, ConfigError
-from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer.boxes import Box
 from megatron_lw.optimizer.held import held_buckets
 
@@ -86,9 +85,10 @@ def take_snapshot(
 
     def collect() -> tuple[Holdings, list[Entry], RankPart]:
         require_same_model(model, optimizer)
+        check_patterns("leave_out", leave_out)
         optimizer.settle()
         held = holdings(optimizer)
-        aside = _Aside(groups)
+        aside = _Aside()
         part = _part(held, optimizer, scheduler, extra or {}, step, aside)
         return held, [*_kept(held.values, leave_out), *aside.entries.values()], part
 
@@ -119,6 +119,16 @@ def require_same_model(
         )
 
 
+def check_patterns(setting: str, value: Collection[str]) -> None:
+    """Check a list of names or patterns; of one text alone every letter would be a pattern.
+
+    Raises:
+        ConfigError: it is no collection of texts.
+    """
+    if isinstance(value, str) or not all(isinstance(each, str) for each in value):
+        raise ConfigError(f"{setting}={value!r}; give a list of names, such as [{value!r}]")
+
+
 def is_named(patterns: Collection[str], name: str, state: str) -> bool:
     """Whether a tensor is named by one of the patterns, by its name or by `name/state`."""
     return any(
@@ -135,9 +145,8 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 class _Aside:
     """Tensors among values, each once, named by its content; so equal ones are one on all ranks."""
 
-    def __init__(self, groups: ParallelGroups) -> None:
+    def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        self._groups = groups
 
     def put(self, tensor: torch.Tensor) -> str:
         """Keep a tensor; returns its name."""
@@ -152,14 +161,14 @@ class _Aside:
             shape=shape,
             box=Box((0,) * len(shape), shape),
             tensor=raw,
-            copies=self._groups.control,
+            copies=(),
             writes=False,
         )
         return name
 
 
 def _kept(values: Sequence[Entry], leave_out: Collection[str]) -> list[Entry]:
-    return [entry for entry in values if not is_named(leave_out, entry.name, entry.state)]
+    return [e for e in values if e.state != VALUE or not is_named(leave_out, e.name, e.state)]
 
 
 def _part(
@@ -205,9 +214,10 @@ def _children(
 ) -> dict[str, ChildRecord]:
     """Children by kind; those of several domains count their steps alike."""
     found: dict[str, ChildRecord] = {}
+    names = {r.info.name: identity(r.info) for r in optimizer.runtime.routing.routes}
     for held in held_buckets(optimizer.runtime):
         values = {
-            param: encoded(f"state of {param!r}", dict(of_param))
+            names[param]: encoded(f"state of {param!r}", dict(of_param))
             for param, of_param in held.child.owned_values().items()
         }
         known = found.get(held.kind)

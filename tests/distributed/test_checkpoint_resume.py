@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_changes(tmp_path):
         "left out": r"^$",
         "nowhere": r"CheckpointError: \[rank \d\] .*x",
         "other model": r"ConfigError: \[rank \d\] model has 1 chunks",
-        "step": r"ConfigError: keep_last=0",
+        "step": r"ConfigError: \[rank \d\] keep_last=0",
         "value": r"CheckpointError: \[rank \d\] extra\['f'\]\[0\].*",
     }
     for found in run_ranks(cases.refusals, 2, tmp_path):
