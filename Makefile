@@ -60,6 +60,7 @@ fuzz: $(STAMP)
 	rm -rf out/fuzz && mkdir -p out/fuzz
 	$(PY) -m tests.killed_saves out/fuzz --rounds 200 --seed $(SEED)
 	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest tests/properties/test_parallel_properties.py \
+		tests/properties/test_checkpoint_properties.py \
 		--hypothesis-seed=$(SEED)
 
 # Faults put in on purpose, one at a time, each of which a test must find; about ten minutes.

@@ -63,19 +63,28 @@ LOGICAL = {
     **{f"layers.1.experts.{e}.w": Logical((8, 3), tp_dim=0, expert=e, stage=1) for e in range(4)},
     **{f"layers.1.experts.{e}.b": Logical((7,), expert=e, stage=1) for e in range(4)},
 }
-STATES = {"master": 0.0, "momentum": 0.25, "exp_avg": 0.5, "exp_avg_sq": 0.75}
+Table = dict[str, Logical]
+STATES = {
+    "master": 0.0,
+    "momentum": 0.25,
+    "exp_avg": 0.5,
+    "exp_avg_sq": 0.75,
+    "momentum_buffer": 0.125,
+}
 
 
-def truth(name: str) -> torch.Tensor:
+def truth(name: str, table: Table = LOGICAL) -> torch.Tensor:
     """The whole logical tensor: the global index of every element, apart for each parameter."""
-    spec = LOGICAL[name]
-    base = 1000 * list(LOGICAL).index(name)
+    spec = table[name]
+    base = 1000 * list(table).index(name)
     return (torch.arange(math.prod(spec.shape)) + base).float().view(spec.shape)
 
 
-def local_part(name: str, groups: megatron_lw.ParallelGroups) -> torch.Tensor | None:
+def local_part(
+    name: str, groups: megatron_lw.ParallelGroups, table: Table = LOGICAL
+) -> torch.Tensor | None:
     """This rank's part of the logical tensor, with zeros in padding rows; None if it has none."""
-    spec, whole = LOGICAL[name], truth(name)
+    spec, whole = table[name], truth(name, table)
     if spec.stage is not None and groups.pp.size > 1 and spec.stage != groups.pp.rank:
         return None
     is_expert = spec.expert is not None or spec.stack
@@ -105,7 +114,8 @@ class Layout:
         optimizer: "muon" or "adam".
         bucket_size: of the buckets.
         reverse: register the parameters in reverse order.
-        dtype: of the weights.
+        dtype: of the weights; frozen parameters are FP32.
+        table: the model.
     """
 
     def __init__(
@@ -116,11 +126,13 @@ class Layout:
         bucket_size: int = 300,
         reverse: bool = False,
         dtype: torch.dtype = torch.float32,
+        table: Table = LOGICAL,
         **config: Any,
     ) -> None:
         self.groups = megatron_lw.ParallelGroups.create(**sizes)
+        self.table = table
         self.model = Bag({}, torch.float32)
-        names = [name for name in LOGICAL if local_part(name, self.groups) is not None]
+        names = [name for name in table if self.part(name) is not None]
         for name in reversed(names) if reverse else names:
             self._register(name, dtype)
         self.model.register_buffer("calls", torch.full((3,), -1, dtype=torch.int64))
@@ -135,18 +147,23 @@ class Layout:
         )
         self.optimizer = megatron_lw.get_megatron_optimizer(self.config, [self.ddp])
 
+    def part(self, name: str) -> Any:
+        """What this rank holds of a parameter."""
+        return local_part(name, self.groups, self.table)
+
     def _register(self, name: str, dtype: torch.dtype) -> None:
-        spec, part = LOGICAL[name], local_part(name, self.groups)
+        spec, part = self.table[name], self.part(name)
         garbage = torch.full(part.shape, float("nan") if spec.frozen else -7.0)
         param = nn.Parameter(
-            garbage.to(torch.float32 if spec.keep_fp32 else dtype), requires_grad=not spec.frozen
+            garbage.to(torch.float32 if spec.keep_fp32 or spec.frozen else dtype),
+            requires_grad=not spec.frozen,
         )
         megatron_lw.annotate(
             param,
             tp_dim=spec.tp_dim,
             blocks=spec.blocks,
             expert=spec.expert is not None or spec.stack,
-            matrices=part.shape[0] if spec.stack else 1,
+            matrices=part.shape[0] if spec.stack else None,
             tied="words" if spec.stage is None else None,
             logical_rows=spec.shape[0] if spec.vocabulary else None,
             embedding=spec.vocabulary,
@@ -159,14 +176,14 @@ class Layout:
         for held in held_buckets(self.optimizer.runtime):
             for state, row in held.rows.items():
                 for name, slot in held.bucket.row_slots():
-                    part = local_part(name, self.groups).view(-1)
+                    part = self.part(name).view(-1)
                     row[slot.row_start : slot.row_start + slot.numel] = (
                         part[slot.param_start : slot.param_start + slot.numel] + STATES[state]
                     )
             held.child.num_steps = num_steps
         for name, param in self.model.named_parameters():
             if not param.requires_grad:
-                param.data.copy_(local_part(name.replace("/", "."), self.groups))
+                param.data.copy_(self.part(name.replace("/", ".")))
         self.model.calls.copy_(torch.tensor([1, 2, 1 << 60]))
 
     def problems(self, *, states: bool = True) -> list[str]:
@@ -178,11 +195,11 @@ class Layout:
                 if state != "master" and not states:
                     continue
                 for name, slot in held.bucket.row_slots():
-                    part = local_part(name, self.groups)
+                    part = self.part(name)
                     logical = torch.ones_like(part)
-                    if LOGICAL[name].vocabulary:
+                    if self.table[name].vocabulary:
                         rows = part.shape[0] * self.groups.tp.rank
-                        logical[max(0, LOGICAL[name].shape[0] - rows) :] = 0
+                        logical[max(0, self.table[name].shape[0] - rows) :] = 0
                     expected = (part + STATES[state]) * logical
                     run = slice(slot.param_start, slot.param_start + slot.numel)
                     got = row[slot.row_start : slot.row_start + slot.numel]
@@ -190,7 +207,7 @@ class Layout:
                     if not torch.equal(got, expected.view(-1)[run]):
                         found.append(f"{state} of {name}: {got} instead of {expected}")
         for name, param in self.model.named_parameters():
-            expected = local_part(name.replace("/", "."), self.groups)
+            expected = self.part(name.replace("/", "."))
             if not torch.equal(param.data, expected.to(param.dtype)):
                 found.append(f"weight of {name}: {param.data} instead of {expected}")
         if self.model.calls.tolist() != [1, 2, 1 << 60]:
