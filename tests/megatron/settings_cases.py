@@ -118,7 +118,6 @@ def refused() -> dict[str, str]:
 
     return {
         "optimizer_cuda_graph": optimizer(optimizer_cuda_graph=True, muon_tp_mode="duplicated"),
-        "muon_tp_mode": optimizer(optimizer="muon", muon_tp_mode="blockwise"),
         "optimizer_cpu_offload": optimizer(optimizer_cpu_offload=True, muon_tp_mode="duplicated"),
         "use_megatron_fsdp": ddp(use_megatron_fsdp=True),
         "nccl_ub": ddp(nccl_ub=True),

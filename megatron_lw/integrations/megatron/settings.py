@@ -28,8 +28,8 @@ OPTIMIZER_EDGE: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "muon_tp_mode": (
             "honoured",
-            "'duplicated' and 'distributed' compute what our 'owner' computes; 'blockwise' does so "
-            "without tensor parallelism, and is refused with it",
+            "'duplicated' and 'distributed' compute what our 'owner' computes, as 'blockwise' does "
+            "without tensor parallelism; with it 'blockwise' is passed on",
         ),
         "loss_scale": ("honoured", "a constant loss scale; without fp16 a 1 is no scaling"),
         "muon_split_qkv": (
