@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron_lw.child_names import MATRIX_CHILDREN, MUON_CHILDREN, WHOLE_CHILDREN
+from megatron_lw.child_names import MUON_CHILDREN, WHOLE_CHILDREN
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.optimizer.children.base import ParamGroup
 from megatron_lw.optimizer.children.decay import DECAY_MODES
@@ -20,7 +20,7 @@ Setting = tuple[Callable[[Any], bool], str]
 def child_settings(config: OptimizerConfig, child: str) -> ParamGroup:
     """The settings of a child as the configuration gives them, besides `lr` and `weight_decay`."""
     mode = config.weight_decay_mode if config.decoupled_weight_decay else "l2"
-    common: ParamGroup = {"clip_grad": child not in MATRIX_CHILDREN or config.muon_clip_grad}
+    common: ParamGroup = {"clip_grad": child not in MUON_CHILDREN or config.muon_clip_grad}
     if child not in WHOLE_CHILDREN:
         common["weight_decay_mode"] = mode
     if child == "adam":
