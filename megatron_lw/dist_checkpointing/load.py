@@ -222,6 +222,7 @@ def _set(
     """
     manifest = source.manifest
     for bucket in held_buckets(optimizer.runtime):
+        bucket.child.restart(found.restarted)
         saved = manifest.children.get(bucket.kind)
         bucket.child.num_steps = 0 if saved is None else saved.num_steps
         values = {} if saved is None else saved.values

@@ -32,6 +32,7 @@ class Match:
         reads: what is read into masters, states, frozen parameters and buffers.
         identities: global name on this rank -> name in the checkpoint, of stepped parameters.
         fresh: states that start from zero, as another child stepped the parameter before.
+        restarted: global names on this rank of the parameters whose states these are.
         used: saved tensors that this rank reads, by name and state.
         dropped: saved states that no one asks for, for the same reason.
         left_out: tensors of this rank that stay as they are, as `leave_out` says.
@@ -40,6 +41,7 @@ class Match:
     reads: tuple[Read, ...]
     identities: Mapping[str, str]
     fresh: tuple[Entry, ...]
+    restarted: frozenset[str]
     used: frozenset[Key]
     dropped: frozenset[Key]
     left_out: tuple[str, ...]
@@ -135,6 +137,12 @@ def match(
         reads=tuple(reads),
         identities={name: known for param, known in found.items() if known for name in param.names},
         fresh=tuple(fresh),
+        restarted=frozenset(
+            name
+            for param, known in found.items()
+            if known and saved.children[known] != param.child
+            for name in param.names
+        ),
         used=frozenset(used),
         dropped=frozenset(dropped),
         left_out=tuple(dict.fromkeys(left_out)),

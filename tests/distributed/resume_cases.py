@@ -211,6 +211,31 @@ def changed_child(root: Path) -> tuple[list[str], dict[str, bool]]:
     return [str(w.message) for w in caught], zero
 
 
+def changed_to_whole(root: Path) -> tuple[list[float], bool]:
+    """Save under Adam, load where Adagrad steps the matrices: its sums start where they do."""
+    training = Training(optimizer="adam")
+    training.train(1)
+    training.save(root)
+    settings = (("initial_accumulator_value", 0.5),)
+    other = Training(
+        optimizer="whole", whole_optimizer="torch.optim:Adagrad", whole_settings=settings
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(root, other.ddp, other.optimizer)
+    sums = [
+        float(value)
+        for child in other.optimizer.runtime.children
+        for state in child.owned_states()
+        if state.key.endswith("sum")
+        for value in state.tensor.unique()
+    ]
+    before = other.weights()
+    other.train(1)
+    moved = any(not torch.equal(weight, before[n]) for n, weight in other.weights().items())
+    return sums, moved
+
+
 class FailingStorage(FileStorage):
     """Fails to create data files on one rank."""
 

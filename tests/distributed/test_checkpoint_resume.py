@@ -77,6 +77,12 @@ def test_states_of_another_child_are_dropped_by_name_and_said_aloud(tmp_path):
     assert any(zero.values()) and not all(zero.values())
 
 
+def test_an_optimizer_that_takes_a_parameter_over_starts_as_it_always_does(tmp_path):
+    found = run_ranks(cases.changed_to_whole, 2, tmp_path)
+    assert {value for sums, _ in found for value in sums} == {0.5}
+    assert all(moved for _, moved in found)
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_harms_nothing(tmp_path, background):
     for text, later, again in run_ranks(cases.failing_save, 2, tmp_path, background):

@@ -7,7 +7,7 @@ scheduler drives them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -94,6 +94,13 @@ class Child(Protocol):
         on from there.
         """
 
+    def restart(self, params: Collection[str]) -> None:
+        """Let what this rank owns of these parameters be as before the first step.
+
+        Args:
+            params: global names; another child stepped them until a load.
+        """
+
     @property
     def num_buckets(self) -> int:
         """Number of buckets it steps."""
@@ -109,6 +116,9 @@ class RowsOnly:
     def owned_states(self) -> Sequence[OwnedState]:
         """See `Child.owned_states`: none."""
         return ()
+
+    def restart(self, params: Collection[str]) -> None:
+        """See `Child.restart`: rows are zero before the first step, which a load sees to."""
 
     def owned_values(self) -> Mapping[str, Mapping[str, OwnedValue]]:
         """See `Child.owned_values`: none."""

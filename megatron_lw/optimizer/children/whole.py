@@ -12,7 +12,7 @@ lives at the owner and is named for checkpoints; a matrix that gets another owne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -205,6 +205,12 @@ class WholeChild:
             label = matrix.place.label
             mine = {k.removesuffix(label): v for k, v in given.items() if k.endswith(label)}
             matrix.state.load_values(mine)
+
+    def restart(self, params: Collection[str]) -> None:
+        """See `Child.restart`."""
+        for matrix in self._matrices():
+            if matrix.route.info.name in params:
+                matrix.state.restart()
 
     def _take(self, bucket: WholeBucket, label: str) -> None:
         """Put gradients and masters together at the owners."""
