@@ -7,6 +7,9 @@ STAMP := .venv/.installed
 PYTHONS_312 := python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12)
 MEGATRON_ENV ?= $(HOME)/.cache/megatron_lw/megatron-core-0.19.2
 MEGATRON_PY := $(MEGATRON_ENV)/bin/python
+# Its Python alone, for tests of the adapter (tests/te_stub.py). It has a folder of its own, off the
+# path: without its kernels `import transformer_engine` fails, and would where it is only tried.
+TRANSFORMER_ENGINE := transformer-engine==2.20.2
 
 .PHONY: setup demo test test-megatron fuzz mutants lint bench clean
 .DELETE_ON_ERROR:
@@ -26,6 +29,8 @@ $(STAMP): requirements-dev.txt pyproject.toml setup.py
 	echo "none of $(PYTHONS) is a Python >= 3.11 with venv; install one" >&2; exit 1
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target .venv/te $(TRANSFORMER_ENGINE)
 	@touch $@
 
 demo: $(STAMP)

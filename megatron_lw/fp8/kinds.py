@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_lw.errors import ConfigError
+from megatron_lw.fp8.te import recipe_of
 from megatron_lw.fp8.tensor import QuantisedTensor
 
 
@@ -21,6 +22,13 @@ def recipe_text(name: str, param: torch.Tensor) -> str | None:
     """
     if isinstance(param, QuantisedTensor):
         return repr(param.recipe)
+    theirs = recipe_of(name, param)
+    if theirs is not None:
+        raise ConfigError(
+            f"parameter {name!r} is a {type(param).__name__} of Transformer Engine, which no "
+            "optimizer here steps yet; build its layer in bf16, and use "
+            f"fp8.quantize_model(model, {theirs.format!r})"
+        )
     if type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise ConfigError(
             f"parameter {name!r} is a {type(param).__name__}; weights are plain tensors, or "
