@@ -73,11 +73,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with one fused projection for query, key and value."""
+    """Self-attention, causal or not, with one fused projection for query, key and value."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, *, causal: bool = True) -> None:
         """Build the two projections."""
         super().__init__()
+        self.causal = causal
         self.head = config.width // config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
@@ -87,7 +88,7 @@ class Attention(nn.Module):
         fused = self.qkv(x).unflatten(-1, (3, -1, self.head))  # [batch, sequence, 3, heads, head]
         query, key, value = fused.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(
-            rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True
+            rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=self.causal
         )
         return self.output(mixed.transpose(1, 2).flatten(2))
 
@@ -110,11 +111,11 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: GPTConfig) -> None:
-        """Build the block's parts."""
+    def __init__(self, config: GPTConfig, *, causal: bool = True) -> None:
+        """Build the block's parts; `causal` is whether a position sees only those before it."""
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width)
-        self.attention = Attention(config)
+        self.attention = Attention(config, causal=causal)
         self.mlp_norm = nn.RMSNorm(config.width)
         self.mlp = MLP(config)
 
@@ -122,6 +123,21 @@ class Block(nn.Module):
         """Return the residual stream `x`, [batch, sequence, width], after this block."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.mlp(self.mlp_norm(x))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weights anew.
+
+        Muon's update has the same size in every direction whatever the weight is, so a block starts
+        as the identity (its output projections are zero) and the first updates set their scale. A
+        layer that reads the stream has variance 1 / fan-in. Norm gains are one.
+        """
+        for norm in (self.attention_norm, self.mlp_norm):
+            norm.reset_parameters()
+        for layer in (self.attention.qkv, self.mlp.gate_up):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+        for layer in (self.attention.output, self.mlp.down):
+            nn.init.zeros_(layer.weight)
 
 
 class GPT(nn.Module):
@@ -147,16 +163,12 @@ class GPT(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the weights anew.
 
-        Muon's update has the same size in every direction whatever the weight is, so a block starts
-        as the identity (its output projections are zero) and the first updates set their scale. A
-        layer that reads the stream has variance 1 / fan-in. Norm gains are one. The embedding is
-        small enough for Adam to move it, and smaller yet where it is the output layer too.
+        The embedding is small enough for Adam to move it, and smaller yet where it is the output
+        layer too.
         """
         for block in self.blocks:
-            for layer in (block.attention.qkv, block.mlp.gate_up):
-                nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
-            for layer in (block.attention.output, block.mlp.down):
-                nn.init.zeros_(layer.weight)
+            block.reset_parameters()
+        self.norm.reset_parameters()
         nn.init.normal_(self.embedding.weight, std=0.2)
         nn.init.normal_(self.head.weight, std=0.02)
 

@@ -35,6 +35,11 @@ OTHERS = frozenset(
     # keys of parameter groups and of the JSON list, an abbreviation, a folder, kinds of block
     "lr weight_decay config values .venv sh text python gloo torchrun megatron-lw".split()
 )
+# The examples that a page may start, and the modules with their command lines.
+SCRIPTS = {
+    "examples/pretrain_gpt.py": "settings",
+    "examples/train_digits.py": "train_digits",
+}
 _PATH = re.compile(r"[\w./-]*(?:/|\.py|\.md|\.toml)[\w./-]*(?:::\w+)?")
 _CALL = re.compile(r"([A-Za-z_][\w.]*)(?:\((.*)\))?")
 _SETTING = re.compile(r"(\w+)=(.+)")
@@ -118,8 +123,8 @@ def command_exists(words: list[str]) -> bool:
             build_parser().parse_args(arguments)
             return True
         case ["torchrun", "--nproc-per-node", count, script, *arguments]:
-            if script == "examples/pretrain_gpt.py":
-                example("settings").make_parser().parse_args(arguments)
+            if script in SCRIPTS:
+                example(SCRIPTS[script]).make_parser().parse_args(arguments)
                 return count.isdigit() and path_exists(script)
             return count.isdigit() and script == "quickstart.py" and not arguments
         case ["python", "-m", module, *arguments]:
