@@ -1,6 +1,6 @@
 """Runs a Megatron case on a rank: first the process is made to look like one with a GPU.
 
-    run_ranks(launch.run, 2, "training_cases", "side_by_side", flags)
+    on_ranks(2, "training_cases", "side_by_side", flags)
 
 The worker that runs such a case imports Megatron with its warnings ignored; it stays patched, so
 the package's fixture starts and ends with workers of its own.
@@ -18,6 +18,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+
+from tests.harness import run_ranks, shutdown_pool
+
+
+def on_ranks(ranks: int, module: str, name: str, *args: object) -> list[Any]:
+    """`run` on several ranks; more than two start anew.
+
+    Workers that have run Megatron and new ones count process groups differently, and wait for each
+    other.
+    """
+    if ranks > 2:
+        shutdown_pool()
+    return run_ranks(run, ranks, module, name, *args, timeout=300)
 
 
 def run(module: str, name: str, *args: object) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.harness import run_ranks
 from tests.megatron import launch, needs
 from tests.megatron.runs import last_stage
 
@@ -16,7 +15,7 @@ OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size
 
 
 def run(case: str, ranks: int, *args: object) -> list:  # type: ignore[type-arg]
-    return run_ranks(launch.run, ranks, "option_cases", case, *args, timeout=300)
+    return launch.on_ranks(ranks, "option_cases", case, *args)
 
 
 def test_evaluation_between_steps_changes_nothing() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.harness import run_ranks
 from tests.megatron import launch, needs
 
 needs.megatron()
@@ -14,29 +13,29 @@ PAGE = Path(__file__).parents[2] / "docs/from-megatron.md"
 
 
 def test_the_page_lists_every_field_of_the_installed_version() -> None:
-    [table] = run_ranks(launch.run, 1, "settings_cases", "table")
+    [table] = launch.on_ranks(1, "settings_cases", "table")
     shown = re.findall(r"^\| `\w+` \| .*$", PAGE.read_text(), re.MULTILINE)
     assert shown == re.findall(r"^\| `\w+` \| .*$", table, re.MULTILINE)
     assert len(shown) > 90
 
 
 def test_honoured_values_carry_over() -> None:
-    [found] = run_ranks(launch.run, 1, "settings_cases", "carried")
+    [found] = launch.on_ranks(1, "settings_cases", "carried")
     assert {field: problem for field, problem in found.items() if problem} == {}
     assert len(found) > 30
 
 
 def test_what_is_refused_is_named_with_its_value() -> None:
-    [found] = run_ranks(launch.run, 1, "settings_cases", "refused")
+    [found] = launch.on_ranks(1, "settings_cases", "refused")
     assert [field for field, message in found.items() if f"{field}=" not in message] == []
 
 
 def test_a_number_of_buckets_becomes_their_size() -> None:
-    assert run_ranks(launch.run, 1, "settings_cases", "buckets") == [1000]
+    assert launch.on_ranks(1, "settings_cases", "buckets") == [1000]
 
 
 def test_overrides_match_as_megatrons_keys_do() -> None:
-    [found] = run_ranks(launch.run, 1, "settings_cases", "override_names")
+    [found] = launch.on_ranks(1, "settings_cases", "override_names")
     assert found == [
         {"name": "embedding.weight", "max_lr": 0.5, "optimizer": "adam"},
         {"name": "linear.weight", "optimizer": "muon"},

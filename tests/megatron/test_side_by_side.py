@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness import run_ranks
 from tests.megatron import launch, needs
 from tests.megatron.runs import Run, last_stage
 
@@ -42,10 +41,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fp32_losses_norms_and_zeros_are_megatrons(name: str) -> None:
     ranks, flags = LAYOUTS[name]
-    found = run_ranks(
-        launch.run, ranks, "training_cases", "side_by_side", [*flags.split(), *FP32], True,
-        timeout=300,
-    )  # fmt: skip
+    found = launch.on_ranks(ranks, "training_cases", "side_by_side", [*flags.split(), *FP32], True)
     theirs, ours = last_stage(found)
     assert len(ours.losses) == len(theirs.losses) == 20
     assert theirs.losses[-1] < theirs.losses[0] - 0.3  # it trains
@@ -63,9 +59,7 @@ def test_fp32_losses_norms_and_zeros_are_megatrons(name: str) -> None:
 @pytest.mark.parametrize("name", ["dp2", "tp2", "pp2_tied"])
 def test_bf16_losses_are_megatrons(name: str) -> None:
     ranks, flags = LAYOUTS[name]
-    found = run_ranks(
-        launch.run, ranks, "training_cases", "with_spread", [*flags.split(), "--bf16"], timeout=300
-    )
+    found = launch.on_ranks(ranks, "training_cases", "with_spread", [*flags.split(), "--bf16"])
     theirs, other, ours = last_stage(found)
     spread = _largest(theirs, other)
     difference = _largest(theirs, ours)

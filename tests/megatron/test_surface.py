@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import run_ranks
 from tests.megatron import launch, needs
 
 needs.megatron()
@@ -31,7 +30,7 @@ def protocol_members() -> list[str]:
 
 @pytest.fixture(scope="module")
 def checked() -> list[dict[str, str]]:
-    return run_ranks(launch.run, 2, "surface_cases", "check_all", timeout=300)
+    return launch.on_ranks(2, "surface_cases", "check_all")
 
 
 @pytest.mark.parametrize("member", protocol_members())
@@ -45,5 +44,5 @@ def test_every_check_is_of_a_member(checked: list[dict[str, str]]) -> None:
 
 
 def test_nothing_of_megatrons_class_is_inherited() -> None:
-    [inherited] = run_ranks(launch.run, 1, "surface_cases", "inherited_from_megatron")
+    [inherited] = launch.on_ranks(1, "surface_cases", "inherited_from_megatron")
     assert inherited == []
