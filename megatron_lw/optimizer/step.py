@@ -301,7 +301,8 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
 
     def _step_children(self, kept: Kept) -> None:
         """Step all children; a failure is kept, as other ranks wait for the children after it."""
-        self._runtime.record_scales(self.param_groups, self.state)
+        with kept.keeping("recording scales"):
+            self._runtime.record_scales(self.param_groups, self.state)
         groups = {group["name"]: group for group in self.param_groups}
         for child in self._runtime.children:
             with self._stage(child.name), kept.keeping(f"stage {child.name!r}"):

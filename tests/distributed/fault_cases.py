@@ -49,7 +49,8 @@ POINTS: dict[str, Patch] = {
     "Newton-Schulz": lambda o, act: replaced(
         type(child_of(o, "muon")._newton_schulz), "orthogonalise", act
     ),
-    "apply": lambda o, act: replaced(child_of(o, "muon"), "scale", act),
+    "scales": lambda o, act: replaced(child_of(o, "muon"), "scale", act),
+    "apply": lambda o, act: replaced(megatron_lw.optimizer.children.matrix, "shrink", act),
     "adam": lambda o, act: replaced(child_of(o, "adam"), "backend", act),
     "agree": lambda o, act: replaced(o, "_agree_on", act),
     "publish": lambda o, act: replaced(type(publisher_of(o, "b_weight").wire), "stage", act),
