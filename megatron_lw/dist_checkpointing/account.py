@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_lw.dist_checkpointing.manifest import Manifest
-from megatron_lw.dist_checkpointing.match import Match, require_all_used
+from megatron_lw.dist_checkpointing.history_match import Histories
+from megatron_lw.dist_checkpointing.manifest import HISTORY, Manifest
+from megatron_lw.dist_checkpointing.match import Key, Match, require_all_used
 from megatron_lw.dist_checkpointing.snapshot import is_named, settings_of
 from megatron_lw.dist_checkpointing.source import Source
 from megatron_lw.distributed.agreement import attempt
@@ -26,6 +27,7 @@ class CheckpointWarning(UserWarning):
 def account(
     source: Source,
     found: Match,
+    histories: Histories,
     group: Group,
     groups: Sequence[Mapping[str, Any]],
     *,
@@ -38,6 +40,7 @@ def account(
     Args:
         source: the checkpoint.
         found: what this rank reads.
+        histories: the same of histories of maxima.
         group: all ranks.
         groups: the parameter groups, as they are now.
         leave_out: as `load`.
@@ -52,7 +55,13 @@ def account(
     Raises:
         CheckpointError: on every rank: something was saved that the model does not have.
     """
-    gathered = gather_objects((found.used, found.dropped, found.left_out), group)
+    here = (
+        found.used | histories.used,
+        found.dropped,
+        (*found.left_out, *histories.left_out),
+        (histories.fresh, histories.adapted),
+    )
+    gathered = gather_objects(here, group)
 
     def settle() -> tuple[str, ...]:
         if gathered is None:
@@ -60,14 +69,18 @@ def account(
         manifest = source.manifest
         left_out = require_all_used(
             manifest,
-            [(used, dropped) for used, dropped, _ in gathered],
+            [(used, dropped) for used, dropped, *_ in gathered],
             leave_out=leave_out,
             weights_only=weights_only,
         )
-        dropped = sorted("/".join(key) for _, keys, _ in gathered for key in keys)
+        dropped = sorted("/".join(key) for _, keys, *_ in gathered for key in keys)
         told = list(_of_extra(source, group.size))
+        told += _of_histories(
+            [each for *_, each in gathered],
+            _unfollowed(manifest, {key for used, *_ in gathered for key in used}, left_out),
+        )
         if not weights_only:
-            keys = {*left_out, *(key for _, _, here in gathered for key in here)}
+            keys = {*left_out, *(key for _, _, kept, _ in gathered for key in kept)}
             told += _of_states(dropped)
             told += _of_groups(manifest, groups)
             told += _of_patterns(leave_out, keys)
@@ -86,6 +99,33 @@ def _of_states(dropped: Sequence[str]) -> Iterator[str]:
         yield (
             "states that another child kept are dropped, and start from zero: "
             f"{', '.join(dict.fromkeys(dropped))}"
+        )
+
+
+def _unfollowed(manifest: Manifest, used: Collection[Key], left_out: Collection[str]) -> list[str]:
+    """Keys of saved histories that no weight of the model follows."""
+    return [
+        record.key
+        for record in manifest.tensors
+        if record.state == HISTORY
+        and (record.name, record.state) not in used
+        and record.key not in left_out
+    ]
+
+
+def _of_histories(
+    by_rank: Sequence[tuple[Sequence[str], Sequence[str]]], unfollowed: Sequence[str]
+) -> Iterator[str]:
+    fresh = sorted({key for keys, _ in by_rank for key in keys})
+    adapted = sorted({key for _, keys in by_rank for key in keys})
+    if fresh:
+        yield f"histories of maxima that were not saved start anew: {', '.join(fresh)}"
+    if unfollowed:
+        yield f"histories of maxima that no weight follows are dropped: {', '.join(unfollowed)}"
+    if adapted:
+        yield (
+            "histories of maxima that were saved with another length or number of parts are "
+            f"adapted, so that scales may differ: {', '.join(adapted)}"
         )
 
 

@@ -23,6 +23,7 @@ from megatron_lw.dist_checkpointing.runs import (
     row_content,
 )
 from megatron_lw.distributed.group import Group
+from megatron_lw.errors import UnsupportedError
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer.boxes import Box
 from megatron_lw.optimizer.describe import ParamInfo, describe_frozen
@@ -40,7 +41,7 @@ class Entry:
 
     Attributes:
         name: identity of the parameter or buffer.
-        state: `master`, `value` or a state key of the child.
+        state: `master`, `value`, `amax_history` or a state key of the child.
         shape: logical shape of the whole tensor.
         box: which part this is.
         tensor: its elements, of shape `box.shape`; a view of what the optimizer or the model holds.
@@ -249,6 +250,12 @@ def _row_record(held: Held, routes: Mapping[str, Route], rank: int) -> RowRecord
 
 def _frozen(optimizer: LayerWiseDistributedOptimizer) -> Iterator[Entry]:
     for info, param in _frozen_parameters(optimizer):
+        if info.recipe is not None:  # it has no master, and its values do not give its bytes
+            raise UnsupportedError(
+                f"parameter {info.name!r} is frozen and quantised ({info.recipe}), which "
+                "checkpoints do not hold: keep it in BF16 by the predicate of quantize_model, or "
+                "train it"
+            )
         place = place_of(info)
         for part in logical_parts(place, 0, info.numel):
             local = _local_view(param.detach(), part.start, part.box)

@@ -18,6 +18,8 @@ import torch
 from megatron_lw.dist_checkpointing.account import LOSS_SCALER, account
 from megatron_lw.dist_checkpointing.account import CheckpointWarning as CheckpointWarning
 from megatron_lw.dist_checkpointing.entries import Holdings, frozen_padding, holdings
+from megatron_lw.dist_checkpointing.histories import history_entries
+from megatron_lw.dist_checkpointing.history_match import Histories, match_histories, restore
 from megatron_lw.dist_checkpointing.manifest import VALUE
 from megatron_lw.dist_checkpointing.match import Match, gather_aliases, match
 from megatron_lw.dist_checkpointing.reading import carry_out
@@ -91,8 +93,8 @@ def load(
         optimizer: filled: masters, states, step counts, settings of the parameter groups, loss
             scale.
         scheduler: given its saved state, if one was saved.
-        weights_only: load weights, frozen parameters and buffers only; states, step counts,
-            settings, loss scale and scheduler stay as they are.
+        weights_only: load weights with their scales, frozen parameters and buffers only; states,
+            step counts, settings, loss scale and scheduler stay as they are.
         keep_settings: settings of the parameter groups that stay as they are here, from the first
             step on: their names, such as "lr", or True for all.
         leave_out: what stays as it is: patterns of names, or of `name/state`; "loss_scaler" too.
@@ -125,10 +127,11 @@ def load(
     held = attempt(collect, control)
     source = open_source(path, storage, control)
     aliases = gather_aliases(held, control)
-    found = attempt(lambda: _match(optimizer, held, source, aliases, wishes), control)
+    found, histories = attempt(lambda: _match(optimizer, held, source, aliases, wishes), control)
     left_out = account(
         source,
         found,
+        histories,
         control,
         optimizer.param_groups,
         leave_out=leave_out,
@@ -137,7 +140,7 @@ def load(
     )
     extra = attempt(lambda: _extra(source, control.rank, control.size), control)
     with optimizer.restoring(str(source.directory), stepped=not weights_only):
-        attempt(lambda: _fill(optimizer, held, found, source, wishes), control)
+        attempt(lambda: _fill(optimizer, held, found, histories, source, wishes), control)
         if not weights_only:
             attempt(lambda: _set(optimizer, found, source, wishes), control)
     return Loaded(
@@ -146,7 +149,7 @@ def load(
         extra=extra,
         num_saved_ranks=source.num_ranks,
         extra_of_rank=source.extra_of_rank,
-        left_out=tuple(dict.fromkeys((*found.left_out, *left_out))),
+        left_out=tuple(dict.fromkeys((*found.left_out, *histories.left_out, *left_out))),
     )
 
 
@@ -172,12 +175,13 @@ def _match(
     source: Source,
     aliases: Mapping[str, tuple[str, ...]],
     wishes: _Wishes,
-) -> Match:
+) -> tuple[Match, Histories]:
     """All checks that one rank can make before anything is written."""
     manifest, leave_out = source.manifest, wishes.leave_out
     found = match(held, manifest, aliases, leave_out=leave_out, weights_only=wishes.weights_only)
+    histories = match_histories(history_entries(optimizer), manifest, aliases, leave_out=leave_out)
     if wishes.weights_only:
-        return found
+        return found, histories
     if wishes.scheduler is not None and "scheduler" not in manifest.values:
         raise CheckpointError("the checkpoint has no scheduler; load without one, or start it anew")
     if LOSS_SCALER not in leave_out:
@@ -187,7 +191,7 @@ def _match(
             )
         trial = copy.copy(optimizer.loss_scaler)
         trial.load(source.value(manifest.values[LOSS_SCALER]))
-    return found
+    return found, histories
 
 
 @torch.no_grad()
@@ -195,6 +199,7 @@ def _fill(
     optimizer: LayerWiseDistributedOptimizer,
     held: Holdings,
     found: Match,
+    histories: Histories,
     source: Source,
     wishes: _Wishes,
 ) -> None:
@@ -210,7 +215,9 @@ def _fill(
             padding.zero_()
     for entry in found.fresh:
         entry.tensor.zero_()
-    carry_out(found.reads, source.manifest, source.directory, source.storage)
+    reads = (*found.reads, *histories.reads)
+    carry_out(reads, source.manifest, source.directory, source.storage)
+    restore(histories.restores)
 
 
 def _set(

@@ -21,6 +21,8 @@ MASTER = "master"
 """State key of the fp32 master of a stepped parameter; its weight is the master, cast."""
 VALUE = "value"
 """State key of what is not stepped: frozen parameters, persistent buffers, tensors of `extra`."""
+HISTORY = "amax_history"
+"""State key of the maxima that the delayed scale of an FP8 weight follows from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class TensorRecord:
     Attributes:
         name: identity of the parameter (`ParamRecord.name`), or the name of a buffer, a frozen
             parameter or a tensor of `extra`.
-        state: `MASTER`, `VALUE` or a state key of the child.
+        state: `MASTER`, `VALUE`, `HISTORY` or a state key of the child.
         dtype: torch dtype without its module, such as "float32".
         shape: logical shape, without padding of any kind.
         pieces: its parts, in the order of their boxes' starts.

@@ -10,7 +10,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_lw.dist_checkpointing.entries import Entry, Holdings
-from megatron_lw.dist_checkpointing.manifest import MASTER, VALUE, Manifest, TensorRecord
+from megatron_lw.dist_checkpointing.manifest import (
+    HISTORY,
+    MASTER,
+    VALUE,
+    Manifest,
+    TensorRecord,
+)
 from megatron_lw.dist_checkpointing.reading import Read, find_reads
 from megatron_lw.dist_checkpointing.snapshot import EXTRA, is_named
 from megatron_lw.distributed.collectives import all_gather_objects
@@ -64,8 +70,9 @@ class SavedNames:
         return next((self._identity[name] for name in names if name in self._identity), None)
 
     def states_of(self, name: str) -> list[Key]:
-        """Keys of all states of a parameter, its master left out."""
-        return [key for key in self.records if key[0] == name and key[1] not in (MASTER, VALUE)]
+        """Keys of all states that a child keeps of a parameter."""
+        others = (MASTER, VALUE, HISTORY)
+        return [key for key in self.records if key[0] == name and key[1] not in others]
 
 
 def gather_aliases(held: Holdings, group: Group) -> dict[str, tuple[str, ...]]:
@@ -176,10 +183,12 @@ def require_all_used(
     for record in manifest.tensors:
         if (record.name, record.state) in known or record.name.startswith(EXTRA):
             continue
-        if weights_only and record.state not in (MASTER, VALUE):
+        if weights_only and record.state not in (MASTER, VALUE, HISTORY):
             continue
-        named = is_named(leave_out, record.name, record.state)
-        (left_out if named else unknown).append(record.key)
+        if is_named(leave_out, record.name, record.state):
+            left_out.append(record.key)
+        elif record.state != HISTORY:  # what no weight follows is dropped, see `account`
+            unknown.append(record.key)
     if unknown:
         raise CheckpointError(
             f"the checkpoint has {_listed(unknown)}, which the model has not; {_REMEDY}"

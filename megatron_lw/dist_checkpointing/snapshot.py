@@ -13,6 +13,7 @@ import torch
 from megatron_lw.dist_checkpointing.copies import assign_writers, check_copies
 from megatron_lw.dist_checkpointing.dtypes import raw_bytes
 from megatron_lw.dist_checkpointing.entries import Entry, Holdings, holdings, identity
+from megatron_lw.dist_checkpointing.histories import history_entries
 from megatron_lw.dist_checkpointing.manifest import VALUE, ChildRecord
 from megatron_lw.dist_checkpointing.merge import RankPart
 from megatron_lw.dist_checkpointing.values import Encoded, encode
@@ -90,7 +91,8 @@ def take_snapshot(
         held = holdings(optimizer)
         aside = _Aside()
         part = _part(held, optimizer, scheduler, extra or {}, step, aside)
-        return held, [*_kept(held.values, leave_out), *aside.entries.values()], part
+        values = [*_kept(held.values, leave_out), *history_entries(optimizer)]
+        return held, [*values, *aside.entries.values()], part
 
     held, values, part = attempt(collect, groups.control)
     check_copies(held.entries, groups)

@@ -15,6 +15,7 @@ import numpy as np
 from megatron_lw.dist_checkpointing.copies import label, writer_among
 from megatron_lw.dist_checkpointing.entries import bucket_name, place_of, takes_turn
 from megatron_lw.dist_checkpointing.manifest import (
+    HISTORY,
     MASTER,
     VALUE,
     Manifest,
@@ -96,6 +97,7 @@ class TargetPlan:
         self._experts = divide_experts(self._params, topology.ep)
         self._plans: dict[tuple[int, int], Mapping[Domain, OwnershipPlan]] = {}
         self._records: dict[str, dict[str, TensorRecord]] = {}
+        self._history_writers: Mapping[int, list[Wanted]] | None = None
         for record in manifest.tensors:
             self._records.setdefault(record.name, {})[record.state] = record
 
@@ -113,7 +115,7 @@ class TargetPlan:
             for route in (route_of(param, self._topology, place) for param in params)
         }
         rows: list[RowRecord] = []
-        wanted = list(self._values(rank))
+        wanted = [*self._values(rank), *self._histories(rank)]
         for domain, plan in self._plan(place, tuple(routes.values())).items():
             for index in range(len(plan.buckets)):
                 row, found = self._bucket(place, domain, plan, index, routes)
@@ -206,7 +208,7 @@ class TargetPlan:
             info, child = routes[param.name].info, param.child
             if info.tied is not None and place.stage > 0:
                 continue
-            keys = (MASTER, VALUE, *self._manifest.children[child].state_keys)
+            keys = (MASTER, VALUE, HISTORY, *self._manifest.children[child].state_keys)
             owners = plan.owner[np.flatnonzero(plan.matrix_param == index)].tolist() or [0]
             for state, record in self._records[place_of(info).name].items():
                 if state not in keys:
@@ -232,6 +234,31 @@ class TargetPlan:
             for piece in record.pieces:
                 if writer_among(holders, label(record.key, piece.box.start)) == rank:
                     yield Wanted(record=record, box=piece.box)
+
+    def _histories(self, rank: int) -> Iterator[Wanted]:
+        """Histories that a rank writes, of the weights that it holds a part of."""
+        if self._history_writers is None:
+            self._history_writers = self._assign_histories()
+        yield from self._history_writers.get(rank, ())
+
+    def _assign_histories(self) -> Mapping[int, list[Wanted]]:
+        """Writers of histories, as a save would choose them, each part as it was saved."""
+        found: dict[int, list[Wanted]] = {}
+        places = [self._topology.place(rank) for rank in range(self._topology.world)]
+        for param in self._params:
+            record = self._records.get(param.name, {}).get(HISTORY)
+            if record is None:
+                continue
+            holders = [place for place in places if self._is_on(param, place)]
+            _, tensor_size = self._topology.sizes_of(param.domain)
+            for piece in record.pieces:
+                at = piece.box.start[0]
+                mine = [p.rank for p in holders if p.of_domain(param.domain)[1] == at]
+                divided = record.shape[0] == tensor_size > 1
+                among = mine if divided else [p.rank for p in holders]
+                writer = writer_among(among, label(record.key, piece.box.start))
+                found.setdefault(writer, []).append(Wanted(record=record, box=piece.box))
+        return found
 
 
 def _unit_of(state: str, param: PlanParam) -> int:

@@ -328,10 +328,10 @@ class DistributedDataParallel(nn.Module):
         self._stale = False
 
     def adopt_masters(self) -> None:
-        """Take the masters, which were loaded, as newest; to be published next."""
+        """Take masters and histories, which were loaded, as newest; to be published next."""
         self.broken = None
         self._stale = False
-        self.masters_newer, self._history = True, "restart"
+        self.masters_newer, self._history = True, "replace"
         self.zero_grad_buffer()
 
     def broadcast_params(self) -> None:

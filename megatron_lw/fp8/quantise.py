@@ -20,8 +20,9 @@ from megatron_lw.fp8.recipe import MX_BLOCK, Recipe
 from megatron_lw.fp8.runs import Run, blocks_of, plan_runs, whole_parts
 
 Plane = Literal["row", "col"]
-History = Literal["advance", "keep", "restart"]
-"""What becomes of maxima of past updates: a new one, the same values again, other values."""
+History = Literal["advance", "keep", "replace", "restart"]
+"""What becomes of maxima of past updates: the values are a further update, the same again, others
+with the same past (a load), or others without a past."""
 
 
 def quantise_bucket(
@@ -57,7 +58,7 @@ def quantise(
         runs: where the matrices lie in it.
         planes: written.
         history: `delayed` only: whether these values are a further update, the values that the
-            planes hold already, or unrelated ones.
+            planes hold already, or others, see `History`.
     """
     if planes.recipe.format == "mxfp8":
         for run in runs:
@@ -221,8 +222,9 @@ def _follow(stored: torch.Tensor, maxima: torch.Tensor, history: History) -> tor
     """
     if history == "advance":
         stored.copy_(torch.cat([maxima[:, None], stored[:, :-1]], dim=1))
-    elif history == "restart":
-        stored.zero_()
+    elif history != "keep":
+        if history == "restart":
+            stored.zero_()
         stored[:, 0] = maxima
     past = stored[:, 1:].amax(1)
     return torch.where(past == 0, stored[:, 0], past)

@@ -66,7 +66,7 @@ def expert_name(name: str, ep_rank: int) -> str:
 
 
 def build(
-    recipe: str,
+    recipe: str | Recipe,
     *,
     gather: bool = True,
     overlap: bool = False,
@@ -83,7 +83,8 @@ def build(
     megatron_lw.annotate(model.out.weight, output=True)
     if tweak is not None:
         tweak(model)
-    fp8.quantize_model(model, RECIPES[recipe], quantised)
+    chosen = RECIPES[recipe] if isinstance(recipe, str) else recipe
+    fp8.quantize_model(model, chosen, quantised)
     ddp = megatron_lw.DistributedDataParallel(
         model,
         groups,
