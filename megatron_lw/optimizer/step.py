@@ -117,12 +117,13 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             measured = self._measure(kept)
         if measured.failed:
             self._give_up(kept)
-        norm = measured.norm * self.loss_scaler.inverse_scale
+        inverse_scale = self.loss_scaler.inverse_scale  # of these gradients; it may grow below
+        norm = measured.norm * inverse_scale
         if not self._accept(measured, norm):
             return False, norm if measured.finite else None, measured.zeros
         self._stepped = True
         with self._stage("clip"), kept.keeping("stage 'clip'"):
-            self._scale_gradients(measured)
+            self._scale_gradients(measured, inverse_scale)
         self._step_children(kept)
         with self._stage("agree"):
             self._agree_on(kept.error)
@@ -287,7 +288,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         self.loss_scaler.update(not measured.finite)
         return measured.finite and norm <= self.config.grad_norm_skip_threshold
 
-    def _scale_gradients(self, measured: stats.GradStats) -> None:
+    def _scale_gradients(self, measured: stats.GradStats, inverse_scale: float) -> None:
         """Undo the loss scale, and clip."""
         stats.scale_gradients(
             self._runtime.buckets,
@@ -296,7 +297,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             max_norm=self.config.clip_grad,
             by_total=self.config.clip_grad_by == "total",
             exempt=exempt_from_clipping(self.param_groups),
-            inverse_scale=self.loss_scaler.inverse_scale,
+            inverse_scale=inverse_scale,
         )
 
     def _step_children(self, kept: Kept) -> None:
