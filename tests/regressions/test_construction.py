@@ -190,10 +190,10 @@ def test_g1_g3_the_first_rank_holds_nothing_at_all() -> None:
     assert first[0] and first[1] == pytest.approx(8**0.5, rel=1e-6) and first[2] == 56
 
 
-def two_dtypes() -> Tensors:
+def two_dtypes(lr: float) -> Tensors:
     fine = 1 + 2.0**-20
     values = {"a_bias": torch.full((40,), fine).bfloat16(), "b_bias": torch.full((40,), fine)}
-    config = {**CONFIG, "bf16": True, "lr": 0.0}
+    config = {**CONFIG, "bf16": True, "lr": lr, "weight_decay": 0.0}
     built = build(values, config=config)
     backward(built, {name: torch.ones(40) for name in values})
     built[1].step()
@@ -203,10 +203,14 @@ def two_dtypes() -> Tensors:
 
 def test_g2_bf16_and_fp32_weights_of_one_bucket_keep_their_dtypes() -> None:
     """Read from Megatron's code: flattening promoted one and rounded the other."""
-    for weight in run_ranks(two_dtypes, 2):
+    for weight in run_ranks(two_dtypes, 2, 0.0):
         assert weight["a_bias"].dtype == torch.bfloat16
         assert set(weight["a_bias"].tolist()) == {1.0}
         assert set(weight["b_bias"].tolist()) == {1 + 2.0**-20}
+    for weight in run_ranks(two_dtypes, 2, 0.5):  # Adam's first step is the rate
+        assert set(weight["a_bias"].tolist()) == {0.5}
+        [stepped] = set(weight["b_bias"].tolist())
+        assert stepped == pytest.approx(0.5, rel=1e-5) and stepped != 0.5
 
 
 SETTINGS: list[dict[str, Any]] = [
