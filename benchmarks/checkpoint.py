@@ -22,7 +22,6 @@ import json
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,12 +29,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
 
 import megatron_lw
 from megatron_lw.dist_checkpointing import load, save, wait
 from megatron_lw.optimizer.held import held_buckets
+from ranks import measure_on
 
 RANKS = 2
 LAYERS, WIDTH, HEIGHT = 42, 1024, 4096  # 12 bytes an element
@@ -136,8 +135,9 @@ def _status(field: str) -> int:
     return int(text.split(f"{field}:")[1].split()[0]) << 10
 
 
-def measure_rank(bench: Bench, rounds: int) -> dict[str, object]:
+def measure_rank(folder: Path, layers: int, rounds: int) -> dict[str, object]:
     """All that one rank measures; the same on every rank."""
+    bench = Bench(layers, folder)
     seconds: dict[str, list[float]] = {}
 
     def lap(name: str, action: Callable[[], object]) -> None:
@@ -172,29 +172,6 @@ def measure_rank(bench: Bench, rounds: int) -> dict[str, object]:
     }
 
 
-def worker(rank: int, folder: str, layers: int, rounds: int, result: str) -> None:
-    """One rank of the benchmark."""
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-    directory = Path(folder) / "files"
-    directory.mkdir(exist_ok=True)
-    report = measure_rank(Bench(layers, directory), rounds)
-    if rank == 0:
-        Path(result).write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure(layers: int, rounds: int, directory: Path | None) -> dict[str, object]:
-    """Run the ranks and return what rank 0 measured."""
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
-        result = Path(folder) / "result.json"
-        mp.spawn(worker, (folder, layers, rounds, str(result)), nprocs=RANKS)
-        loaded: dict[str, object] = json.loads(result.read_text())
-        return loaded
-
-
 def show(report: dict[str, object]) -> None:
     """Print the numbers beside what is promised."""
     nbytes, seconds = float(str(report["nbytes"])), report["seconds"]
@@ -220,7 +197,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
     layers = QUICK_LAYERS if options.quick else LAYERS
-    report = measure(layers, 2 if options.quick else 3, options.directory)
+    rounds = 2 if options.quick else 3
+    report = measure_on(RANKS, measure_rank, layers, rounds, directory=options.directory)
     show(report)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2))

@@ -20,14 +20,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import megatron_lw
@@ -36,6 +34,7 @@ from megatron_lw.distributed.group import Group
 from megatron_lw.optimizer.children.coefficients import resolve_coefficients
 from megatron_lw.optimizer.children.muon import scale_factor
 from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
+from ranks import measure_on
 
 RANKS = 2
 MATRICES = 12
@@ -122,10 +121,8 @@ def sent(groups: megatron_lw.ParallelGroups) -> int:
     return sum(group.traffic.nbytes["all_to_all"] for group in used)
 
 
-def worker(rank: int, store: str, rounds: int, result: str) -> None:
-    """One rank of the benchmark."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+def measure_rank(folder: Path, rounds: int) -> dict[str, object]:
+    """All that one rank measures."""
     groups = megatron_lw.ParallelGroups.create(tensor=RANKS)
     ddp = megatron_lw.DistributedDataParallel(Shards(groups.tp), groups)
     config = megatron_lw.OptimizerConfig(
@@ -136,7 +133,7 @@ def worker(rank: int, store: str, rounds: int, result: str) -> None:
     model = Shards(groups.tp)
     everywhere = Everywhere(model, groups.tp.renamed("everywhere"))
     params = list(ddp.module.matrices)
-    torch.manual_seed(rank)  # each rank has gradients of its own shards
+    torch.manual_seed(groups.world.rank)  # each rank has gradients of its own shards
     grads = [torch.randn(param.shape) for param in params]
 
     seconds: dict[str, list[float]] = {"owner": [], "everywhere": []}
@@ -157,31 +154,17 @@ def worker(rank: int, store: str, rounds: int, result: str) -> None:
     )
     orthogonalised = torch.tensor([child.num_orthogonalised for child in ours.runtime.children])
     dist.all_reduce(orthogonalised)
-    if rank == 0:
-        medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
-        report = {
-            "seconds": medians,
-            "ratio": statistics.median(
-                a / b for a, b in list(zip(*seconds.values(), strict=True))[1:]
-            ),
-            "stages": ours.timings(),
-            "sent_nbytes": facts[0],
-            "promised_nbytes": 2 * (RANKS - 1) / RANKS * facts[1],
-            "difference": max(facts[2:]),
-            "orthogonalised": int(orthogonalised.sum()),
-        }
-        Path(result).write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure(rounds: int) -> dict[str, object]:
-    """Run the ranks and return what rank 0 measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        mp.spawn(worker, (f"{folder}/store", rounds, str(result)), nprocs=RANKS)
-        loaded: dict[str, object] = json.loads(result.read_text())
-        return loaded
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    ratios = [a / b for a, b in list(zip(*seconds.values(), strict=True))[1:]]
+    return {
+        "seconds": medians,
+        "ratio": statistics.median(ratios),
+        "stages": ours.timings(),
+        "sent_nbytes": facts[0],
+        "promised_nbytes": 2 * (RANKS - 1) / RANKS * facts[1],
+        "difference": max(facts[2:]),
+        "orthogonalised": int(orthogonalised.sum()),
+    }
 
 
 def main() -> None:
@@ -190,7 +173,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds, for a first look")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
-    report = measure(3 if options.quick else 11)
+    report = measure_on(RANKS, measure_rank, 3 if options.quick else 11)
     print(
         f"step of {MATRICES} matrices of {ROWS}x{COLUMNS} over {RANKS} tensor-parallel ranks, "
         "1 thread each, bf16:"

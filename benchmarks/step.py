@@ -17,14 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import megatron_lw
@@ -33,6 +31,7 @@ from megatron_lw.optimizer.children.adam_backends import TorchAdam
 from megatron_lw.optimizer.children.coefficients import resolve_coefficients
 from megatron_lw.optimizer.children.muon import scale_factor
 from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
+from ranks import measure_on
 
 RANKS = 2
 LR, DECAY, MOMENTUM = 1e-3, 0.1, 0.95
@@ -144,10 +143,8 @@ def timed(action: Callable[[], None]) -> float:
     return float(elapsed)
 
 
-def worker(rank: int, store: str, rounds: int, result: str) -> None:
-    """One rank of the benchmark."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+def measure_rank(folder: Path, rounds: int) -> dict[str, object]:
+    """All that one rank measures."""
     groups = megatron_lw.ParallelGroups.create()
     ddp = megatron_lw.DistributedDataParallel(Model(), groups, megatron_lw.DDPConfig())
     config = megatron_lw.OptimizerConfig(
@@ -174,30 +171,17 @@ def worker(rank: int, store: str, rounds: int, result: str) -> None:
         seconds["ours"].append(whole - float(outside))
         seconds["replicated"].append(timed(lambda: replicated.step(mean)))
         seconds["torch"].append(timed(lambda: theirs.step(mean)))
-    if rank == 0:
-        held, ideal = state_nbytes(ours)
-        medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
-        report = {
-            "seconds": medians,
-            "stages": ours.timings(),
-            "over_replicated": medians["ours"] / medians["replicated"],
-            "over_torch": medians["ours"] / medians["torch"],
-            "state_nbytes": held,
-            "state_over_ideal": held / ideal,
-            "matrices": sum(len(plan.owner) for plan in ours.runtime.plans.values()),
-        }
-        Path(result).write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure(rounds: int) -> dict[str, object]:
-    """Run the ranks and return what rank 0 measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        mp.spawn(worker, (f"{folder}/store", rounds, str(result)), nprocs=RANKS)
-        loaded: dict[str, object] = json.loads(result.read_text())
-        return loaded
+    held, ideal = state_nbytes(ours)
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    return {
+        "seconds": medians,
+        "stages": ours.timings(),
+        "over_replicated": medians["ours"] / medians["replicated"],
+        "over_torch": medians["ours"] / medians["torch"],
+        "state_nbytes": held,
+        "state_over_ideal": held / ideal,
+        "matrices": sum(len(plan.owner) for plan in ours.runtime.plans.values()),
+    }
 
 
 def main() -> None:
@@ -206,7 +190,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds, for a first look")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
-    step = measure(3 if options.quick else 11)
+    step = measure_on(RANKS, measure_rank, 3 if options.quick else 11)
     print(
         f"step of {step['matrices']} matrices of 256 to 1024, {RANKS} ranks, 1 thread each, bf16:"
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_lw.cli.model_file import read_model
 from megatron_lw.cli.plot import plot_loads
 from megatron_lw.cli.report import as_json, print_report, summarise
+from megatron_lw.cli.sizes import add_layout_arguments
 from megatron_lw.cli.topology import split_model
 from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer.plan import OwnershipPlan, plan_domain
@@ -28,15 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "model", help=f"a preset ({', '.join(PRESETS)}) or a JSON list of {{name, shape, kind}}"
     )
-    for name, default, text in (
-        ("dp", 1, "data-parallel ranks, context parallelism included"),
-        ("tp", 1, "tensor-parallel ranks"),
-        ("ep", 1, "expert-parallel ranks"),
-        ("pp", 1, "pipeline stages"),
-        ("etp", None, "expert-tensor-parallel ranks (default: as --tp)"),
-        ("bucket-size", None, "soft minimum of a bucket in elements (default: by the planner)"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    add_layout_arguments(parser)
     parser.add_argument(
         "--unfused",
         action="store_true",

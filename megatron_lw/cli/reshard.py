@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_lw.cli.progress import progress_bar
-from megatron_lw.cli.sizes import parse_size
+from megatron_lw.cli.sizes import add_layout_arguments, parse_size
 from megatron_lw.dist_checkpointing.reshard import reshard
 from megatron_lw.topology import Topology
 
@@ -20,21 +20,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("src", help="a checkpoint, or a directory of checkpoints: its newest one")
     parser.add_argument("dst", help="a directory of checkpoints to write to")
-    for name, default, text in (
-        ("dp", 1, "data-parallel ranks, context parallelism included"),
-        ("tp", 1, "tensor-parallel ranks"),
-        ("ep", 1, "expert-parallel ranks"),
-        ("pp", 1, "pipeline stages"),
-        ("etp", None, "expert-tensor-parallel ranks (default: as --tp)"),
-        ("bucket-size", None, "soft minimum of a bucket in elements (default: by the planner)"),
-        (
-            "vocab-multiple",
-            None,
-            "pad the rows of embeddings and output layers to a multiple of N x tp "
-            "(default: as they are stored)",
-        ),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    add_layout_arguments(parser)
+    parser.add_argument(
+        "--vocab-multiple",
+        type=int,
+        metavar="N",
+        help="pad the rows of embeddings and output layers to a multiple of N x tp "
+        "(default: as they are stored)",
+    )
     parser.add_argument(
         "--max-memory",
         type=parse_size,

@@ -1,9 +1,9 @@
-"""Sizes in bytes, as people write and read them."""
+"""Sizes on the command line: of layouts in ranks, of memory and files in bytes."""
 
 from __future__ import annotations
 
 import re
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -25,6 +25,19 @@ _UNITS: Mapping[str, int] = MappingProxyType(
         "tib": 1 << 40,
     }
 )
+
+
+def add_layout_arguments(parser: ArgumentParser) -> None:
+    """Add the sizes of a layout of ranks, and of its buckets."""
+    for name, default, text in (
+        ("dp", 1, "data-parallel ranks, context parallelism included"),
+        ("tp", 1, "tensor-parallel ranks"),
+        ("ep", 1, "expert-parallel ranks"),
+        ("pp", 1, "pipeline stages"),
+        ("etp", None, "expert-tensor-parallel ranks (default: as --tp)"),
+        ("bucket-size", None, "soft minimum of a bucket in elements (default: by the planner)"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
 
 
 def parse_size(text: str) -> int:

@@ -13,7 +13,7 @@ from itertools import chain, islice
 
 from megatron_lw.dist_checkpointing.data_file import file_name
 from megatron_lw.dist_checkpointing.dtypes import dtype_of
-from megatron_lw.dist_checkpointing.headers import Entry, header, placed
+from megatron_lw.dist_checkpointing.headers import HeaderEntry, header, placed
 from megatron_lw.dist_checkpointing.manifest import (
     CHUNK_NBYTES,
     MASTER,
@@ -172,7 +172,7 @@ def _files(manifest: Manifest) -> Iterator[str]:
         yield from _file(file, content)
 
 
-def _file(file: FileRecord, content: list[tuple[int, Entry]]) -> Iterator[str]:
+def _file(file: FileRecord, content: list[tuple[int, HeaderEntry]]) -> Iterator[str]:
     """Header and pieces follow each other without a gap, to the end."""
     end = len(header([entry for _, entry in content]))
     for offset, entry in content:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from megatron_lw.dist_checkpointing.dtypes import CODES, dtype_name, raw_bytes
-from megatron_lw.dist_checkpointing.headers import Entry, file_order, header
+from megatron_lw.dist_checkpointing.headers import HeaderEntry, file_order, header
 from megatron_lw.dist_checkpointing.manifest import CHUNK_NBYTES, FileRecord
 from megatron_lw.dist_checkpointing.storage import Storage, WritableFile, file_errors
 from megatron_lw.errors import CheckpointError
@@ -46,9 +46,9 @@ class Blob:
     tensor: torch.Tensor
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> HeaderEntry:
         """What the header says of it."""
-        return Entry(self.key, self.start, tuple(self.tensor.shape), self.tensor.dtype)
+        return HeaderEntry(self.key, self.start, tuple(self.tensor.shape), self.tensor.dtype)
 
     def parts(self) -> Iterator[torch.Tensor]:
         """Its elements, in order."""
@@ -64,7 +64,7 @@ class LazyBlob:
         make: gives its elements in row-major order, in contiguous parts; called once.
     """
 
-    entry: Entry
+    entry: HeaderEntry
     make: Callable[[], Iterable[torch.Tensor]]
 
     def parts(self) -> Iterator[torch.Tensor]:
@@ -152,7 +152,7 @@ def file_name(rank: int, nbytes: int, checksums: Sequence[int]) -> str:
     return f"rank{rank:05d}-{hashlib.blake2b(content, digest_size=8).hexdigest()}.safetensors"
 
 
-def _check(entries: Sequence[Entry]) -> None:
+def _check(entries: Sequence[HeaderEntry]) -> None:
     names: set[str] = set()
     for entry in entries:
         if entry.name in names:

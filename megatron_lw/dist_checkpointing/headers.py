@@ -24,7 +24,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """A tensor in a data file: a piece of a logical tensor.
 
     Attributes:
@@ -50,7 +50,7 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def header(entries: Sequence[Entry]) -> bytes:
+def header(entries: Sequence[HeaderEntry]) -> bytes:
     """The first bytes of a file that holds these tensors, in this order.
 
     Source: the safetensors format (https://github.com/huggingface/safetensors, README).
@@ -69,13 +69,13 @@ def header(entries: Sequence[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def placed(manifest: Manifest) -> list[list[tuple[int, Entry]]]:
+def placed(manifest: Manifest) -> list[list[tuple[int, HeaderEntry]]]:
     """For each data file of a checkpoint the first byte and the entry of its pieces, by place.
 
     Raises:
         CheckpointError: a piece's file is none of the manifest's, or its dtype is unknown.
     """
-    found: list[list[tuple[int, Entry]]] = [[] for _ in manifest.files]
+    found: list[list[tuple[int, HeaderEntry]]] = [[] for _ in manifest.files]
     for tensor in manifest.tensors:
         dtype = dtype_of(tensor.dtype, tensor.key)
         for piece in tensor.pieces:
@@ -83,14 +83,14 @@ def placed(manifest: Manifest) -> list[list[tuple[int, Entry]]]:
                 raise CheckpointError(
                     f"{tensor.key}: file {piece.file} is none of the {len(found)} data files"
                 )
-            entry = Entry(tensor.key, piece.box.start, piece.box.shape, dtype)
+            entry = HeaderEntry(tensor.key, piece.box.start, piece.box.shape, dtype)
             found[piece.file].append((piece.offset, entry))
     for each in found:
         each.sort(key=lambda place: (place[0], place[1].nbytes, place[1].name))
     return found
 
 
-def file_order(entries: Sequence[Entry]) -> list[int]:
+def file_order(entries: Sequence[HeaderEntry]) -> list[int]:
     """In which order a file holds tensors: empty ones first, then larger elements before smaller.
 
     So each tensor is aligned to its elements, as readers that map files into memory need it, and

@@ -23,7 +23,7 @@ from megatron_lw.dist_checkpointing.coverage import encoded_values
 from megatron_lw.dist_checkpointing.data_file import LazyBlob, write_data_file
 from megatron_lw.dist_checkpointing.directory import step_directory
 from megatron_lw.dist_checkpointing.dtypes import dtype_of
-from megatron_lw.dist_checkpointing.headers import Entry, file_order
+from megatron_lw.dist_checkpointing.headers import HeaderEntry, file_order
 from megatron_lw.dist_checkpointing.manifest import Manifest, TensorRecord
 from megatron_lw.dist_checkpointing.merge import RankPart, WrittenPiece, merge
 from megatron_lw.dist_checkpointing.reader import CheckpointReader, blocks
@@ -125,7 +125,7 @@ class _Writer:
         """Write one rank's file; returns what the rank contributes to the manifest."""
         wanted = target.wanted
         entries = [
-            Entry(each.record.key, each.box.start, each.box.shape, _dtype(each.record))
+            HeaderEntry(each.record.key, each.box.start, each.box.shape, _dtype(each.record))
             for each in wanted
         ]
         feed = _Feed(self._made(wanted, file_order(entries)))

@@ -20,7 +20,7 @@ from megatron_lw.dist_checkpointing.directory import (
     resolve,
     superseded,
 )
-from megatron_lw.dist_checkpointing.headers import Entry, header, placed
+from megatron_lw.dist_checkpointing.headers import HeaderEntry, header, placed
 from megatron_lw.dist_checkpointing.manifest import Manifest
 from megatron_lw.dist_checkpointing.manifest_json import from_bytes
 from megatron_lw.dist_checkpointing.storage import FileStorage, Storage, read
@@ -122,7 +122,7 @@ def _files(
     storage: Storage, directory: Path, manifest: Manifest, progress: Progress | None
 ) -> list[str]:
     """What is wrong with the data files; several are read at a time."""
-    contents: list[list[tuple[int, Entry]] | None]
+    contents: list[list[tuple[int, HeaderEntry]] | None]
     try:
         contents = [*placed(manifest)]
     except CheckpointError:
@@ -143,7 +143,7 @@ def _file(
     directory: Path,
     manifest: Manifest,
     index: int,
-    content: list[tuple[int, Entry]] | None,
+    content: list[tuple[int, HeaderEntry]] | None,
     add: Callable[[int], None],
 ) -> Iterator[str]:
     record = manifest.files[index]

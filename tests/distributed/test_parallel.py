@@ -160,7 +160,11 @@ def replica_gradients(sizes):
     return reduced, norm, model.fp32_bias.detach()
 
 
-@pytest.mark.parametrize("sizes", [{}, {"expert": 2}, {"tensor": 2}], ids=["D4", "D4E2", "D2T2"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"expert": 2}, {"tensor": 2}, {"context": 2}, {"context": 4}],
+    ids=["D4", "D4E2", "D2T2", "D2C2", "C4"],
+)
 def test_fp32_replicas_average_over_every_rank_and_stay_equal(sizes):
     """Class bitwise: gradients 1, 2, 3, 4 end at 2.5; after two clipped steps nothing differs."""
     results = run_ranks(replica_gradients, 4, sizes)

@@ -13,7 +13,7 @@ import torch
 from megatron_lw.dist_checkpointing import data_file
 from megatron_lw.dist_checkpointing.data_file import Blob, LazyBlob, WrittenFile, write_data_file
 from megatron_lw.dist_checkpointing.dtypes import CODES, dtype_name
-from megatron_lw.dist_checkpointing.headers import Entry, file_order, header
+from megatron_lw.dist_checkpointing.headers import HeaderEntry, file_order, header
 from megatron_lw.dist_checkpointing.manifest import CHUNK_NBYTES, FileRecord
 from megatron_lw.dist_checkpointing.storage import FileStorage
 from megatron_lw.dist_checkpointing.verified_file import VerifiedFile
@@ -146,11 +146,19 @@ def test_one_element_with_odd_strides_is_written_and_read(tmp_path: Path) -> Non
             "^w@: no checkpoint holds complex128",
         ),
         (
-            [LazyBlob(entry=Entry("w", (0,), (2,), torch.int8), make=lambda: [torch.ones(2)])],
+            [
+                LazyBlob(
+                    entry=HeaderEntry("w", (0,), (2,), torch.int8), make=lambda: [torch.ones(2)]
+                )
+            ],
             "^w@0: made as torch.float32",
         ),
         (
-            [LazyBlob(entry=Entry("w", (0,), (2,), torch.float32), make=lambda: [torch.ones(1)])],
+            [
+                LazyBlob(
+                    entry=HeaderEntry("w", (0,), (2,), torch.float32), make=lambda: [torch.ones(1)]
+                )
+            ],
             "^w@0: 1 elements made",
         ),
     ],

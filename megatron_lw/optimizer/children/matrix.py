@@ -247,7 +247,6 @@ class MatrixChild(RowsOnly, ABC):
         with self._kept.keeping("scales"):
             # From the global shapes, before anything moves; what was recorded steers nothing.
             self._scales = {kind: self.scale(kind[1], groups[kind[0]]) for kind in self._kinds}
-            self.record(groups)
         for tick in range(len(self._buckets) + len(self._stages) - 1):
             for delay, parts in enumerate(self._stages):
                 if 0 <= tick - delay < len(self._buckets):
