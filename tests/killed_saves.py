@@ -3,9 +3,10 @@
     python -m tests.killed_saves DIRECTORY --rounds 200 --seed 1
 
 Each round forks two ranks. They load the newest checkpoint, compare it, and save on and on until
-they are killed: at once, or one a moment before the other. Then what is there is verified: it is
-the last checkpoint that a save returned for, or one that was being written, whole. Forked, because
-starting Python and torch anew would take most of the time.
+they are killed: at once, or one a moment before the other; every other round as soon as a save is
+seen under way, so that a slow or loaded machine hits saves too. Then what is there is verified: it
+is the last checkpoint that a save returned for, or one that was being written, whole. Forked,
+because starting Python and torch anew would take most of the time.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from megatron_lw.dist_checkpointing.verify import verify  # noqa: E402
 RANKS = 2
 KEEP_LAST = 2
 MAX_SAVES = 3  # that are let end in a round
+GLANCE = 2e-4  # seconds between two looks at the directory
 PATIENCE = 60.0
 
 
@@ -138,6 +140,12 @@ class Ranks:
                 return
             self.told += part
 
+    def await_save(self, root: Path) -> None:
+        """Until files of a save that has not ended are there; or all have ended."""
+        end = time.monotonic() + PATIENCE
+        while not leftovers(root) and time.monotonic() < end and b"failed" not in self.told:
+            self.listen(GLANCE)
+
     def kill(self, seconds: float) -> None:
         """SIGKILL to all, in random order; every other time with moments between them."""
         apart = self.chance.random() < 0.5
@@ -158,13 +166,15 @@ class Ranks:
 
 
 def one_round(root: Path, store: Path, chance: random.Random, summary: Summary) -> None:
-    """Let the ranks save a few times, then kill them some way into the next save."""
+    """Let the ranks save a few times, then kill them some way into the next save, or in a later."""
     ranks = Ranks(root, store, chance)
     ranks.listen(PATIENCE, b"begin", 1)
     start, saves = time.monotonic(), chance.randint(1, MAX_SAVES)
     ranks.listen(PATIENCE, b"done", saves)
     duration = (time.monotonic() - start) / saves
     ranks.listen(chance.uniform(0, 1.2 * duration))
+    if summary.rounds % 2:
+        ranks.await_save(root)
     alive = b"failed" not in ranks.told and ranks.told.count(b"done") >= saves
     ranks.kill(duration)
     if not alive:

@@ -9,19 +9,15 @@ from typing import Any
 import torch
 
 from megatron_lw.config import OptimizerConfig
-from megatron_lw.distributed.agreement import Kept, agree_on_failure, attempt, first_problem
+from megatron_lw.distributed.agreement import Kept, attempt
 from megatron_lw.distributed.buffers import GradState
 from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.distributed.finalize import finalize_model_grads
-from megatron_lw.errors import (
-    ConfigError,
-    LayerWiseError,
-    StateError,
-    reworded,
-)
+from megatron_lw.errors import ConfigError, StateError
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer import stats
 from megatron_lw.optimizer.check import check_optimizer
+from megatron_lw.optimizer.guard import StepGuard
 from megatron_lw.optimizer.loss_scaler import scaler_of
 from megatron_lw.optimizer.param_groups import (
     check_settings,
@@ -39,8 +35,6 @@ from megatron_lw.optimizer.weight_rules import WeightRule
 
 Rebuild = Callable[[Sequence[ExplicitGroup]], Runtime]
 StepResult = tuple[bool, float | None, int | None]
-
-_REMEDY = "build it anew and load a checkpoint"
 
 
 class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
@@ -70,10 +64,10 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         self._explicit: list[ExplicitGroup] = []
         self._runtime = rebuild(())
         self._watch = Stopwatch(self._runtime.device)
+        self._guard = StepGuard(self.model_chunks, groups.control, self._watch)
         self.loss_scaler = scaler_of(config)
         self.saver: Any = None  # what saves beside training, see dist_checkpointing
         self.weight_rules: list[WeightRule] = []  # applied after the children in every step
-        self._broken: str | None = None
         self._stepped = False
         self._built = False
         super().__init__(make_param_groups(config, self._runtime), {})
@@ -96,13 +90,14 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
 
         Collective: per bucket one reduce-scatter and one all-gather over its reduce group, where
         matrices are cut two all-to-alls over it, and with tensor parallelism two over the
-        tensor-parallel group; one all-reduce over `groups.grad_stats` and one of an integer over
+        tensor-parallel group; one all-reduce over `groups.grad_stats` and two of an integer over
         `groups.control`. Every rank calls it.
 
         Raises:
             NonFiniteError: a gradient element is not finite and `on_nonfinite` is "raise"; on every
                 rank, before anything is written.
-            StateError: the gradients were used already, or an earlier step failed half-way.
+            StateError: on every rank: the gradients were used already, or a stage failed on any
+                rank; where something was written before, no further step is possible.
         """
         if closure is not None:
             raise ConfigError("step(closure) is not supported: compute gradients before step()")
@@ -111,23 +106,23 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             chunk.require_sync()
         self._watch.reset()
         kept = Kept()
-        with self._stage("reduce"):
+        with self._guard.stage("reduce"):
             self._reduce(kept)
-        with self._stage("stats"):
+        with self._guard.stage("stats"):
             measured = self._measure(kept)
         if measured.failed:
-            self._give_up(kept)
+            self._guard.give_up(kept)
         inverse_scale = self.loss_scaler.inverse_scale  # of these gradients; it may grow below
         norm = measured.norm * inverse_scale
         if not self._accept(measured, norm):
             return False, norm if measured.finite else None, measured.zeros
         self._stepped = True
-        with self._stage("clip"), kept.keeping("stage 'clip'"):
+        with self._guard.stage("clip"), kept.keeping("stage 'clip'"):
             self._scale_gradients(measured, inverse_scale)
         self._step_children(kept)
-        with self._stage("agree"):
-            self._agree_on(kept.error)
-        with self._stage("publish"):
+        with self._guard.stage("agree"):
+            self._guard.agree(kept.error, "the step failed half-way")
+        with self._guard.stage("publish"):
             self._publish(kept)
         return True, norm, measured.zeros
 
@@ -169,13 +164,14 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             what: the checkpoint, for messages.
             stepped: whether steps go on from there, so that the plan is frozen.
 
-        Collective: on leaving one all-gather a bucket over its reduce group.
+        Collective: on leaving one all-gather a bucket over its reduce group, and an all-reduce of
+        an integer over `groups.control`.
         """
         self._require_held()
-        self._break(f"loading {what} has not ended")
+        self._guard.break_down(f"loading {what} has not ended")
         try:
             yield
-            self._broken = None
+            self._guard.broken = None
             self._stepped = self._stepped or stepped
             for chunk in self.model_chunks:
                 chunk.adopt_masters()
@@ -183,7 +179,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             for chunk in self.model_chunks:
                 chunk.finish_param_sync()
         except BaseException as error:
-            self._break(f"loading {what} failed: {type(error).__name__}: {error}")
+            self._guard.break_down(f"loading {what} failed: {type(error).__name__}: {error}")
             raise
 
     def reload_model_params(self) -> None:
@@ -268,16 +264,6 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             kept=kept,
         )
 
-    def _give_up(self, kept: Kept) -> None:
-        """Raise on every rank what failed on any before something was written."""
-        with self._stage("stats"):
-            for chunk in self.model_chunks:
-                chunk.spend_gradients(discard=True)
-            found = first_problem(kept.error, self.groups.control)
-        if found is not None:
-            text = f"{found}; nothing was updated: mend it, repeat from zero_grad()"
-            raise reworded(found, text) from kept.error
-
     def _accept(self, measured: stats.GradStats, norm: float) -> bool:
         """Whether to update; the same answer on every rank, as the statistics are the same.
 
@@ -306,26 +292,20 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             self._runtime.record_scales(self.param_groups, self.state)
         groups = {group["name"]: group for group in self.param_groups}
         for child in self._runtime.children:
-            with self._stage(child.name), kept.keeping(f"stage {child.name!r}"):
+            with self._guard.stage(child.name), kept.keeping(f"stage {child.name!r}"):
                 child.step(groups)
         for rule in self.weight_rules:
-            with self._stage(rule.name):
+            with self._guard.stage(rule.name):
                 rule.apply(kept)
         self._runtime.require_finite(kept)
 
     def _publish(self, kept: Kept) -> None:
-        """Publish all chunks; other ranks wait for those after one that fails."""
+        """Publish all chunks, also after one that fails, as other ranks wait; then agree."""
         for number, chunk in enumerate(self.model_chunks):
             chunk.masters_newer = True
             with kept.keeping(f"chunk {number}"):
                 chunk.publish()
-        kept.raise_kept()
-
-    def _agree_on(self, failure: Exception | None) -> None:
-        """A child that failed on one rank stops every rank, before anything is published."""
-        if (found := agree_on_failure(failure, self.groups.control)) is not None:
-            self._break(found)
-            raise StateError(f"the step failed half-way: {found}; {_REMEDY}") from failure
+        self._guard.agree(kept.error, "the weights are not published")
 
     def _explicit_group(self, param_group: Mapping[str, Any]) -> ExplicitGroup:
         if self._stepped:
@@ -337,26 +317,6 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             raise StateError("add_param_group would lose gradients; call zero_grad() before it")
         return explicit_group(param_group, names_by_id(self.model_chunks), self._explicit)
 
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        """Measure a stage. After what nobody kept the ranks are apart: no further step then."""
-        with self._watch.stage(name):
-            try:
-                yield
-            except LayerWiseError as error:
-                if self._broken is not None:
-                    raise
-                self._break(f"stage {name!r}: {error}")
-                raise reworded(error, f"{self._broken}; {_REMEDY}") from error
-            except BaseException as error:
-                self._break(f"stage {name!r}: {type(error).__name__}: {error}")
-                raise
-
-    def _break(self, reason: str) -> None:
-        self._broken = reason
-        for chunk in self.model_chunks:
-            chunk.broken = reason
-
     def _require_working(self) -> None:
         """Check, before any collective, that this optimizer holds the model and can step.
 
@@ -364,10 +324,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             StateError: a step failed half-way, another optimizer or wrapper has taken the model, or
                 the model was changed under it.
         """
-        if self._broken is not None:
-            raise StateError(
-                f"the optimizer is broken since a step failed half-way: {self._broken}; {_REMEDY}"
-            )
+        self._guard.require_whole()
         self._require_held()
 
     def _require_held(self) -> None:

@@ -52,7 +52,7 @@ POINTS: dict[str, Patch] = {
     "scales": lambda o, act: replaced(child_of(o, "muon"), "scale", act),
     "apply": lambda o, act: replaced(megatron_lw.optimizer.children.matrix, "shrink", act),
     "adam": lambda o, act: replaced(child_of(o, "adam"), "backend", act),
-    "agree": lambda o, act: replaced(o, "_agree_on", act),
+    "agree": lambda o, act: replaced(o._guard, "agree", act),
     "publish": lambda o, act: replaced(type(publisher_of(o, "b_weight").wire), "stage", act),
 }
 """Where in a step a rank can be stopped: optimizer and what to do there -> the patch."""
