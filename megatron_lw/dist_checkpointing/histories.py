@@ -35,8 +35,8 @@ def _entries(optimizer: LayerWiseDistributedOptimizer) -> Iterator[Entry]:
     infos = {route.info.name: route.info for route in runtime.routing.routes}
     for publisher in runtime.publishers:
         for group in publisher.bucket.quantised:
-            for name, param in group.params.items():
-                history = param.planes.history
+            for index, name in enumerate(group.params):
+                history = group.planes.one(index).history
                 if history is None:
                     continue
                 past = history[:, 1:]

@@ -99,7 +99,7 @@ class BucketBuffer:
         self._after_gather = GradState.EMPTY
         self.weights = self._adopt_weights()
         self.quantised = group_by_recipe(self._params)
-        self._addresses = [(n, p, address(p)) for n, p in self._params.items()]
+        self._addresses = [(n, p, address(n, p)) for n, p in self._params.items()]
         for name, param in self._params.items():
             bind_main_grad(param, self._main_grads[name])
 
@@ -125,7 +125,7 @@ class BucketBuffer:
             StateError: a parameter left the storage, was frozen, or has a gradient elsewhere.
         """
         for name, param, place in self._addresses:
-            if address(param) != place:
+            if address(name, param) != place:
                 raise StateError(
                     f"parameter {name!r} no longer lies in its bucket (it was moved, cast or "
                     "assigned to after the optimizer was built); copy values in place instead"
@@ -141,16 +141,15 @@ class BucketBuffer:
                 )
 
     def weight_tensors(self) -> list[torch.Tensor]:
-        """The weights, in as few tensors as hold them; of quantised ones their planes."""
+        """The weights, in as few tensors as hold them; of quantised ones their bytes and scales."""
         if self.weights is not None:
             return [self.weights]
         plain = [param.detach() for param in self._params.values() if not is_quantised(param)]
-        return plain + [t for group in self.quantised for t in group.planes.tensors().values()]
+        return plain + [tensor for group in self.quantised for tensor in group.tensors()]
 
     def initial_values(self) -> list[torch.Tensor]:
         """What quantised weights were before, where that is kept."""
-        params = (param for group in self.quantised for param in group.params.values())
-        return [param.initial for param in params if param.initial is not None]
+        return [values for group in self.quantised for values in group.initial_values()]
 
     def stored(self) -> dict[str, torch.Tensor]:
         """Label -> each tensor of which a weight consists."""

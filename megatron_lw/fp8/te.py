@@ -23,7 +23,7 @@ import torch
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.fp8.planes import Planes, col_scale_shape, row_scale_shape
-from megatron_lw.fp8.quantise import dequantise
+from megatron_lw.fp8.quantise import Plane, dequantise
 from megatron_lw.fp8.recipe import MX_BLOCK, Recipe
 
 _PACKAGE = "transformer_engine"
@@ -43,6 +43,11 @@ def load_fused_adam() -> Callable[..., torch.optim.Optimizer]:
     return loaded
 
 
+def is_theirs(param: torch.Tensor) -> bool:
+    """Whether the class of a tensor comes from Transformer Engine; `recipe_of` says which it is."""
+    return type(param).__module__.partition(".")[0] == _PACKAGE
+
+
 def recipe_of(name: str, param: torch.Tensor) -> Recipe | None:
     """The recipe of a weight of Transformer Engine; None if it is none of its tensors.
 
@@ -57,9 +62,9 @@ def recipe_of(name: str, param: torch.Tensor) -> Recipe | None:
         ConfigError: a kind that has no recipe here (FP4, several weights in one tensor, others),
             or settings under which its bytes are not those of a recipe.
     """
-    kind = type(param)
-    if kind.__module__.partition(".")[0] != _PACKAGE:
+    if not is_theirs(param):
         return None
+    kind = type(param)
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor")
     finders: dict[type, Callable[[str, Any, Any], Recipe]] = {
         tensors.Float8Tensor: _per_tensor_recipe,
@@ -104,8 +109,8 @@ def write_planes(weights: Mapping[str, torch.Tensor], planes: Planes) -> None:
             raise ConfigError(
                 f"parameter {name!r} is no longer kept as {planes.recipe}; build the optimizer anew"
             )
-        buffers, parts = _buffers(name, weight), planes.one(index)
-        for each, target in buffers.items():
+        parts = planes.one(index)
+        for each, target in buffers(name, weight).items():
             targets.append(target)
             sources.append(_as_stored(parts, each, target))
     with torch.no_grad():
@@ -132,21 +137,74 @@ def take_initial(name: str, param: torch.Tensor) -> torch.Tensor:
         bf16 `[M, K]` on the weight's device: what was quantised, if that was kept and is asked for
         the first time; else the values of the row-wise plane, or of the only one.
     """
-    recipe = recipe_of(name, param)
-    if recipe is None:
-        raise ConfigError(f"parameter {name!r} is no tensor of Transformer Engine")
+    recipe = _known_recipe(name, param)
     get, clear = (vars(param).get(f"{each}_high_precision_init_val") for each in ("get", "clear"))
     kept: torch.Tensor | None = None if get is None else get()
     if clear is not None:
         clear()
     if kept is not None:
         return kept.to(device=param.device, dtype=torch.bfloat16)
-    buffers = _buffers(name, param, stale=False)
     planes = Planes.empty([(param.shape[0], param.shape[1])], recipe, param.device)
-    for each, source in buffers.items():
-        target = planes.tensors()[each]
-        target.copy_(_as_ours(planes, each, source).reshape(-1))
-    return dequantise(planes, torch.bfloat16, "row" if "row_data" in buffers else "col")
+    return dequantise(planes, torch.bfloat16, read_planes(name, param, planes))
+
+
+def read_planes(name: str, param: torch.Tensor, planes: Planes) -> Plane:
+    """Copy what a weight holds into planes of one matrix; those that it does not hold stay.
+
+    Args:
+        name: global name, for messages.
+        param: a weight for which `recipe_of` finds a recipe.
+        planes: of its shape and recipe.
+
+    Returns:
+        Which plane its values are in: the row-wise one, unless it keeps the other alone.
+
+    Raises:
+        ConfigError: it holds neither plane.
+    """
+    found = buffers(name, param, stale=False)
+    for each, source in found.items():
+        planes.tensors()[each].copy_(_as_ours(planes, each, source).reshape(-1))
+    return "row" if "row_data" in found else "col"
+
+
+def buffers(name: str, param: torch.Tensor, *, stale: bool = True) -> dict[str, torch.Tensor]:
+    """Transformer Engine's buffers by the names of our planes, without padding. Aliases them.
+
+    Args:
+        name: global name, for messages.
+        param: a weight for which `recipe_of` finds a recipe.
+        stale: whether a transpose counts that is marked as stale.
+
+    Raises:
+        ConfigError: it holds neither plane, or a buffer does not fit its shape.
+    """
+    weight: Any = param
+    recipe = _known_recipe(name, param)
+    if recipe.block is None:
+        transpose = weight._transpose if stale or not weight._transpose_invalid else None
+        found = {"row_data": weight._data, "col_data": transpose}
+        # One scale serves both planes.
+        found |= {"row_scale" if weight._data is not None else "col_scale": weight._scale_inv}
+    else:
+        found = {
+            "row_data": weight._rowwise_data,
+            "row_scale": weight._rowwise_scale_inv,
+            "col_data": weight._columnwise_data,
+            "col_scale": weight._columnwise_scale_inv,
+        }
+    kept = {each: t for each, t in found.items() if found[f"{each[:3]}_data"] is not None}
+    if not kept:
+        raise ConfigError(f"parameter {name!r} holds neither plane; update_usage dropped both")
+    shapes = _shapes((param.shape[0], param.shape[1]), recipe)
+    return {each: _cut(name, each, t, shapes[each], recipe) for each, t in kept.items()}
+
+
+def _known_recipe(name: str, param: torch.Tensor) -> Recipe:
+    recipe = recipe_of(name, param)
+    if recipe is None:
+        raise ConfigError(f"parameter {name!r} is no tensor of Transformer Engine")
+    return recipe
 
 
 def _per_tensor_recipe(label: str, weight: Any, tensors: Any) -> Recipe:
@@ -188,37 +246,6 @@ def _unknown_quantizer(label: str, quantizer: object) -> ConfigError:
         f"{label} has a {type(quantizer).__name__}, whose rules are not known here; use a recipe "
         "of Transformer Engine that has one of its own quantizers"
     )
-
-
-def _buffers(name: str, param: torch.Tensor, stale: bool = True) -> dict[str, torch.Tensor]:
-    """Transformer Engine's buffers by the names of our planes, without padding. Aliases them.
-
-    Args:
-        name: global name, for messages.
-        param: the weight.
-        stale: whether a transpose counts that is marked as stale.
-    """
-    weight: Any = param
-    recipe = recipe_of(name, param)
-    if recipe is None:
-        raise ConfigError(f"parameter {name!r} is no tensor of Transformer Engine")
-    if recipe.block is None:
-        transpose = weight._transpose if stale or not weight._transpose_invalid else None
-        found = {"row_data": weight._data, "col_data": transpose}
-        # One scale serves both planes.
-        found |= {"row_scale" if weight._data is not None else "col_scale": weight._scale_inv}
-    else:
-        found = {
-            "row_data": weight._rowwise_data,
-            "row_scale": weight._rowwise_scale_inv,
-            "col_data": weight._columnwise_data,
-            "col_scale": weight._columnwise_scale_inv,
-        }
-    kept = {each: t for each, t in found.items() if found[f"{each[:3]}_data"] is not None}
-    if not kept:
-        raise ConfigError(f"parameter {name!r} holds neither plane; update_usage dropped both")
-    shapes = _shapes((param.shape[0], param.shape[1]), recipe)
-    return {each: _cut(name, each, t, shapes[each], recipe) for each, t in kept.items()}
 
 
 def _shapes(shape: tuple[int, int], recipe: Recipe) -> dict[str, tuple[int, ...]]:

@@ -170,13 +170,14 @@ class QuantisedWire:
                 values = self.buffer.view(torch.bfloat16)
                 quantise(values, each.runs, each.weights.planes, self._history)
             elif each.way == "bf16":
-                each.weights.requantise(self._assembled(each), self._history)
+                each.weights.quantise(self._assembled(each), self._history)
         for row in self._pieces:
             for piece in row:
                 self._land(piece)
         for each in self._travellers:
             if each.way in ("fp8", "rows"):
                 derive_columns(each.weights.planes)
+            each.weights.deliver()
         self.buffer = self.buffer.new_empty(0)
         self._bucket.take_back()
 

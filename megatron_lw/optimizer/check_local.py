@@ -152,7 +152,7 @@ def _matrices(entry: Held) -> Iterator[tuple[str, Planes, torch.Tensor]]:
             slot = slots.get(name)
             if slot is not None and slot.numel == param.numel():
                 part = entry.master.row[slot.row_start : slot.row_start + slot.numel]
-                yield name, group.planes.one(index), part
+                yield name, group.held(index), part
 
 
 def _num_unequal(planes: Planes, master: torch.Tensor) -> torch.Tensor:

@@ -142,7 +142,7 @@ def describe(
                     "tells the chunks and stages apart"
                 )
             seen[id(param)] = name
-            other = places.setdefault(address(param), name) if param.numel() else name
+            other = places.setdefault(address(name, param), name) if param.numel() else name
             if other != name:
                 raise ConfigError(
                     f"parameters {other!r} and {name!r} share storage but are two objects; use one "

@@ -41,7 +41,8 @@ class MasterRow:
         values: dict[str, torch.Tensor] = {}
         for group in self.bucket.quantised:
             flat, starts = group.values(), group.planes.layout.data
-            group.requantise(flat, "keep")
+            group.quantise(flat, "keep")
+            group.deliver()
             group.free_initial()
             parts = (flat[low:high] for low, high in pairwise(starts))
             values |= dict(zip(group.params, parts, strict=True))

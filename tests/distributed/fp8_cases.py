@@ -75,6 +75,7 @@ def build(
     ep: int = 1,
     grad_fp32: bool = True,
     tweak: Callable[[Net], None] | None = None,
+    convert: Callable[[nn.Module], None] | None = None,
 ) -> tuple[megatron_lw.DistributedDataParallel, Optimizer]:
     groups = megatron_lw.ParallelGroups.create(expert=ep)
     model = Net()
@@ -85,6 +86,8 @@ def build(
         tweak(model)
     chosen = RECIPES[recipe] if isinstance(recipe, str) else recipe
     fp8.quantize_model(model, chosen, quantised)
+    if convert is not None:
+        convert(model)
     ddp = megatron_lw.DistributedDataParallel(
         model,
         groups,

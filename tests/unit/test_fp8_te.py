@@ -6,7 +6,6 @@ Class *bitwise* wherever bytes, scales or values are compared.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -19,22 +18,22 @@ from megatron_lw.fp8.planes import Planes
 from megatron_lw.fp8.quantise import dequantise, quantise_bucket
 from megatron_lw.fp8.recipe import Recipe
 from megatron_lw.fp8.te import recipe_of, take_initial, write_planes
-from megatron_lw.optimizer.describe import describe
+from megatron_lw.optimizer.describe import ParamInfo, describe
 from tests import te_stub
+from tests.te_weights import (
+    BF16,
+    FILL,
+    RECIPES,
+    grouped,
+    keep_initial,
+    nvfp4,
+    quantizer,
+    theirs,
+    weight,
+)
 
 pytestmark = pytest.mark.skipif(not te_stub.present(), reason=te_stub.MISSING)
 
-BF16 = torch.bfloat16
-E4M3 = torch.float8_e4m3fn
-FILL = 0x2B  # what padding holds, and buffers before they are written
-RECIPES = {
-    "tensor": Recipe(format="tensor"),
-    "delayed": Recipe(format="delayed"),
-    "block": Recipe(format="block"),
-    "block-fp32": Recipe(format="block", fp32_scales=True),
-    "mxfp8": Recipe(format="mxfp8"),
-    "mxfp8-2d": Recipe(format="mxfp8-2d"),
-}
 EVERY = pytest.mark.parametrize("kind", RECIPES)
 SHAPES = ((64, 96), (160, 288), (32, 32))
 
@@ -43,43 +42,6 @@ SHAPES = ((64, 96), (160, 288), (32, 32))
 def te() -> Iterator[Any]:
     with te_stub.installed() as module:
         yield module
-
-
-def quantizer(te: Any, kind: str, **options: Any) -> Any:
-    code = te.DType.kFloat8E4M3
-    if kind == "tensor":
-        return te.Float8CurrentScalingQuantizer(code, torch.device("cpu"), **options)
-    if kind == "delayed":
-        return te.Float8Quantizer(torch.ones(1), torch.ones(1), code, **options)
-    if kind.startswith("block"):
-        options = {"rowwise": True, "columnwise": True} | options
-        power = kind == "block"
-        return te.Float8BlockQuantizer(code, force_pow_2_scales=power, **options)
-    return te.MXFP8Quantizer(code, with_2d_quantization=kind == "mxfp8-2d", **options)
-
-
-def weight(
-    te: Any, kind: str, shape: tuple[int, int] = SHAPES[0], without: str = "", **given: Any
-) -> nn.Parameter:
-    """A weight whose buffers, of the shapes that Transformer Engine gives them, hold `FILL`."""
-    made = given.pop("quantizer", None) or quantizer(te, kind)
-    common: dict[str, Any] = {"shape": shape, "dtype": BF16, "device": "cpu"}
-    common |= {"fp8_dtype": te.DType.kFloat8E4M3, "quantizer": made} | given
-
-    def filled(size: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.full(size, FILL, dtype=dtype)
-
-    if kind in ("tensor", "delayed"):
-        planes = {"data": filled(shape), "data_transpose": filled(shape[::-1])}
-        common |= planes | {"fp8_scale_inv": filled((1,), torch.float32)}
-        common |= {"row": {"data": None}, "col": {"data_transpose": None}}.get(without, {})
-        return nn.Parameter(te.Float8Tensor(**common))
-    for name, (size, dtype) in made.inner_tensor_specs(shape).items():
-        dropped = without and name.startswith(f"_{without}")
-        common[name.removeprefix("_")] = None if dropped else filled(tuple(size), dtype)
-    if kind.startswith("block"):
-        return nn.Parameter(te.Float8BlockwiseQTensor(**({"is_2D_scaled": True} | common)))
-    return nn.Parameter(te.MXFP8Tensor(**({"with_gemm_swizzled_scales": False} | common)))
 
 
 def quantised(recipe: Recipe, seed: int = 0) -> Planes:
@@ -96,28 +58,6 @@ def buffers(param: Any) -> dict[str, torch.Tensor]:
     names += ("_columnwise_data", "_columnwise_scale_inv")
     found = {name: vars(param).get(name) for name in names}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def theirs(param: Any, kind: str, plane: str) -> torch.Tensor:
-    """The values of a plane, from Transformer Engine's buffers by its own layout."""
-    rows, cols = param.shape
-    if kind in ("tensor", "delayed"):
-        data = param._data if plane == "row" else param._transpose.t()
-        return (data.view(E4M3).float() * param._scale_inv).to(BF16)
-    wise = "_rowwise" if plane == "row" else "_columnwise"
-    data, scale = vars(param)[f"{wise}_data"], vars(param)[f"{wise}_scale_inv"]
-    if kind.startswith("block"):
-        if plane == "col":
-            rows, cols = cols, rows
-        full = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
-        values = (data.view(E4M3).float() * full).to(BF16)
-        return values if plane == "row" else values.t()
-    factors = torch.exp2(scale.float() - 127)
-    if plane == "row":
-        full = factors[:rows, : cols // 32].repeat_interleave(32, 1)
-    else:
-        full = factors[: rows // 32, :cols].repeat_interleave(32, 0)
-    return (data.view(E4M3).float() * full).to(BF16)
 
 
 @EVERY
@@ -194,14 +134,6 @@ def test_a_transpose_is_written_too_or_marked_as_stale(te: Any, kind: str) -> No
     assert torch.equal(theirs(params["w0"], kind, "col"), dequantise(planes, BF16, "col", 0))
 
 
-def keep_initial(te: Any, param: Any, values: torch.Tensor) -> None:
-    """As `quantized_model_init(preserve_high_precision_init_val=True)` does."""
-    from transformer_engine.pytorch.module import base
-
-    base._attach_high_precision_init_val(param, values)
-    assert isinstance(param.get_high_precision_init_val, MethodType)
-
-
 @EVERY
 def test_initial_values_are_taken_once(te: Any, kind: str) -> None:
     planes = quantised(RECIPES[kind])
@@ -223,42 +155,22 @@ def test_a_stale_transpose_is_not_read(te: Any) -> None:
         take_initial("w", param)
 
 
-def described(param: nn.Parameter) -> None:
+def described(param: nn.Parameter) -> tuple[ParamInfo, ...]:
     model = nn.Module()
     model.weight = param
-    describe([model], megatron_lw.ParallelGroups.single())
+    return describe([model], megatron_lw.ParallelGroups.single()).infos
 
 
 @EVERY
-def test_a_model_with_such_a_weight_is_refused_by_name(te: Any, kind: str) -> None:
-    words = rf"'weight' is a \w+ of Transformer Engine.*{RECIPES[kind].format!r}"
-    with pytest.raises(ConfigError, match=words):
-        described(weight(te, kind))
-
-
-def nvfp4(te: Any) -> torch.Tensor:
-    empty = dict.fromkeys(
-        ("rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax_rowwise")
+def test_a_model_with_such_a_weight_is_described(te: Any, kind: str) -> None:
+    [info] = described(weight(te, kind))
+    planes = (
+        "row_data, col_data, row_scale"
+        if kind in ("tensor", "delayed")
+        else ("row_data, row_scale, col_data, col_scale")
     )
-    return te.NVFP4Tensor(
-        shape=(64, 64),
-        dtype=BF16,
-        device="cpu",
-        rowwise_data=torch.zeros(64, 32, dtype=torch.uint8),
-        amax_columnwise=None,
-        fp4_dtype=te.DType.kFloat4E2M1,
-        quantizer=None,
-        with_gemm_swizzled_scales=False,
-        **empty,
-    )
-
-
-def grouped(te: Any) -> torch.Tensor:
-    from transformer_engine.pytorch.tensor import GroupedTensor
-
-    shapes = [(32, 32), (32, 32)]
-    data = torch.zeros(2048, dtype=BF16)
-    return GroupedTensor((64, 32), BF16, num_tensors=2, shapes=shapes, data=data)
+    assert info.recipe == f"{RECIPES[kind]!r} of Transformer Engine, with {planes}"
+    assert (info.name, info.dtype, info.role) == ("weight", "bfloat16", "matrix")
 
 
 @pytest.mark.parametrize(("make", "name"), [(nvfp4, "NVFP4Tensor"), (grouped, "GroupedTensor")])
