@@ -193,7 +193,9 @@ def main() -> None:
     """Measure, print one table, optionally write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="less data, for a first look")
-    parser.add_argument("--directory", type=Path, help="where to write; default: for temporaries")
+    parser.add_argument(
+        "--directory", type=Path, help="where to write, exists; default: for temporaries"
+    )
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
     layers = QUICK_LAYERS if options.quick else LAYERS

@@ -24,7 +24,7 @@ def measure_on(
         measure: a top-level function, called as `measure(folder, *args)` on every rank with
             `torch.distributed` initialised; `folder` is empty, and deleted afterwards.
         args: for it.
-        directory: where the folder is made.
+        directory: where the folder is made; it exists.
     """
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         mp.spawn(_worker, (ranks, folder, measure, args), nprocs=ranks)

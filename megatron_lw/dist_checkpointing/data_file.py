@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-import struct
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ import torch
 
 from megatron_lw.dist_checkpointing.dtypes import CODES, dtype_name, raw_bytes
 from megatron_lw.dist_checkpointing.headers import HeaderEntry, file_order, header
-from megatron_lw.dist_checkpointing.manifest import CHUNK_NBYTES, FileRecord
+from megatron_lw.dist_checkpointing.manifest import CHUNK_NBYTES, FileRecord, checksum
 from megatron_lw.dist_checkpointing.storage import Storage, WritableFile, file_errors
 from megatron_lw.errors import CheckpointError
 
@@ -146,10 +144,11 @@ def temporary_name(rank: int) -> str:
     return f"rank{rank:05d}-{secrets.token_hex(8)}.tmp"
 
 
-def file_name(rank: int, nbytes: int, checksums: Sequence[int]) -> str:
+def file_name(rank: int, nbytes: int, checksums: Sequence[str]) -> str:
     """The name of a data file, from its size and the checksums of its chunks."""
-    content = struct.pack(f"<Q{len(checksums)}I", nbytes, *checksums)
-    return f"rank{rank:05d}-{hashlib.blake2b(content, digest_size=8).hexdigest()}.safetensors"
+    content = " ".join([str(nbytes), *checksums])
+    digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    return f"rank{rank:05d}-{digest}.safetensors"
 
 
 def _check(entries: Sequence[HeaderEntry]) -> None:
@@ -172,7 +171,7 @@ class _Stream:
     def __init__(self, file: WritableFile, threads: ThreadPoolExecutor) -> None:
         self._file = file
         self._threads = threads
-        self._sums: list[Future[int]] = []
+        self._sums: list[Future[str]] = []
         self._flush: Future[None] | None = None
         self._unflushed = 0
 
@@ -180,7 +179,7 @@ class _Stream:
         """Write a chunk, once its bytes are there."""
         if staged.event is not None:
             staged.event.synchronize()
-        self._sums.append(self._threads.submit(_checksum, staged.views))
+        self._sums.append(self._threads.submit(checksum, staged.views))
         self._file.write(staged.views)
         self._unflushed += CHUNK_NBYTES
         if self._unflushed >= _FLUSH_NBYTES and (self._flush is None or self._flush.done()):
@@ -192,7 +191,7 @@ class _Stream:
         """Wait until nothing reads a chunk any more."""
         self._sums[index].result()
 
-    def end(self) -> tuple[int, ...]:
+    def end(self) -> tuple[str, ...]:
         """Flush all of it; returns the checksum of each chunk."""
         self._settle()
         self._file.flush()
@@ -203,7 +202,7 @@ class _Stream:
             self._flush.result()
 
 
-def _write(file: WritableFile, start: bytes, blobs: Sequence[Blob | LazyBlob]) -> tuple[int, ...]:
+def _write(file: WritableFile, start: bytes, blobs: Sequence[Blob | LazyBlob]) -> tuple[str, ...]:
     """Write and flush header and tensors; return the checksum of each chunk."""
     stage = _Stage()
     ahead: list[_Staged] = []
@@ -227,13 +226,6 @@ class _Staged:
 
     views: list[memoryview]
     event: torch.cuda.Event | None
-
-
-def _checksum(views: list[memoryview]) -> int:
-    value = 0
-    for view in views:
-        value = zlib.crc32(view, value)
-    return value
 
 
 def _chunks(start: bytes, blobs: Sequence[Blob | LazyBlob]) -> Iterator[list[torch.Tensor]]:

@@ -41,6 +41,7 @@ from megatron_lw.errors import CheckpointError
 from megatron_lw.optimizer.boxes import Box
 
 FORMAT = "megatron_lw checkpoint"
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
 DATA_FILE = re.compile(r"rank\d{5,9}-[0-9a-f]{16}\.safetensors")
 """Names of data files; nothing else is ever opened."""
 
@@ -251,7 +252,7 @@ def _file(value: object, where: str) -> FileRecord:
         name=fields.take("name", _file_name),
         rank=fields.take("rank", count),
         nbytes=fields.take("nbytes", count),
-        checksums=fields.take("checksums", tuple_of(_crc)),
+        checksums=fields.take("checksums", tuple_of(_checksum)),
     )
     fields.end()
     return record
@@ -269,10 +270,10 @@ def _child(value: object, where: str) -> ChildRecord:
     return record
 
 
-def _crc(value: object, where: str) -> int:
-    found = count(value, where)
-    if found >= 1 << 32:
-        raise CheckpointError(f"{where}: {found} has more than 32 bits")
+def _checksum(value: object, where: str) -> str:
+    found = text(value, where)
+    if _CHECKSUM.fullmatch(found) is None:
+        raise CheckpointError(f"{where}: {found!r} is no XXH3 of 16 hexadecimal digits")
     return found
 
 

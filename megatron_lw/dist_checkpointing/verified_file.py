@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 
 from megatron_lw.dist_checkpointing.dtypes import raw_bytes
 from megatron_lw.dist_checkpointing.headers import placed
-from megatron_lw.dist_checkpointing.manifest import CHUNK_NBYTES, FileRecord, Manifest
+from megatron_lw.dist_checkpointing.manifest import CHUNK_NBYTES, FileRecord, Manifest, checksum
 from megatron_lw.dist_checkpointing.storage import Storage, file_errors
 from megatron_lw.errors import CheckpointError
 
@@ -134,12 +133,12 @@ class VerifiedFile:
         start = chunk * CHUNK_NBYTES
         with file_errors(self._path, "read"):
             self._file.read_into(start, out)
-        found, expected = zlib.crc32(out), self._record.checksums[chunk]
+        found, expected = checksum([out]), self._record.checksums[chunk]
         if found != expected:
             holds = self._contents(start, start + out.nbytes) if self._contents else ""
             raise CheckpointError(
                 f"{self._path}: chunk {chunk} (bytes {start} to {start + out.nbytes}) is damaged: "
-                f"CRC-32 {found:08x}, but the manifest says {expected:08x}"
+                f"XXH3 {found}, but the manifest says {expected}"
                 + (f"; it holds {holds}" if holds else "")
             )
 

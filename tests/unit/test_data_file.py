@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+import xxhash
 
 from megatron_lw.dist_checkpointing import data_file
 from megatron_lw.dist_checkpointing.data_file import Blob, LazyBlob, WrittenFile, write_data_file
@@ -74,7 +75,11 @@ def test_offsets_and_checksums_say_what_is_in_the_file(tmp_path: Path) -> None:
     content = (tmp_path / file.record.name).read_bytes()
     assert len(content) == file.record.nbytes > 2 * CHUNK_NBYTES
     starts = range(0, len(content), CHUNK_NBYTES)
-    assert file.record.checksums == tuple(zlib.crc32(content[s : s + CHUNK_NBYTES]) for s in starts)
+    sums = [xxhash.xxh3_64_hexdigest(content[s : s + CHUNK_NBYTES]) for s in starts]
+    assert file.record.checksums == tuple(sums)
+    named_after = " ".join([str(len(content)), *sums]).encode()
+    digest = hashlib.blake2b(named_after, digest_size=8).hexdigest()
+    assert file.record.name == f"rank{file.record.rank:05d}-{digest}.safetensors"
     for blob, offset in zip(blobs, file.offsets, strict=True):
         assert offset % blob.tensor.element_size() == 0
         assert list(content[offset : offset + blob.tensor.nbytes]) == bits(blob.tensor)

@@ -15,6 +15,7 @@ import pytest
 from megatron_lw.dist_checkpointing import coverage, data_file, verified_file
 from megatron_lw.dist_checkpointing.directory import MANIFEST, read_manifest, resolve
 from megatron_lw.dist_checkpointing.headers import placed
+from megatron_lw.dist_checkpointing.manifest import checksum
 from megatron_lw.dist_checkpointing.manifest_json import from_bytes, to_bytes
 from megatron_lw.dist_checkpointing.storage import FileStorage
 from megatron_lw.dist_checkpointing.verify import VerifyReport, verify
@@ -96,7 +97,7 @@ def test_a_damaged_chunk_says_what_it_holds() -> None:
     data[piece.offset] ^= 1
     content.data = bytes(data)
     [problem] = verify(ROOT, storage=storage).problems
-    assert "is damaged: CRC-32" in problem and "it holds layers.0.weight/m" in problem
+    assert "is damaged: XXH3" in problem and "it holds layers.0.weight/m" in problem
     data[piece.offset] ^= 1
     data[3] ^= 1
     content.data = bytes(data)
@@ -247,7 +248,7 @@ def test_a_header_that_says_something_else_is_found_behind_right_checksums() -> 
     record = manifest.files[0]
     data = files[record.name].data.replace(b"F32", b"I32", 1)
     chunks = range(0, len(data), CHUNK_NBYTES)
-    sums = tuple(data_file._checksum([memoryview(data[c : c + CHUNK_NBYTES])]) for c in chunks)
+    sums = tuple(checksum([data[c : c + CHUNK_NBYTES]]) for c in chunks)
     name = data_file.file_name(record.rank, len(data), sums)
     storage.names[directory / name] = Content(data, len(data))
     signed = replace(record, name=name, checksums=sums)
