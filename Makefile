@@ -11,7 +11,7 @@ MEGATRON_PY := $(MEGATRON_ENV)/bin/python
 # path: without its kernels `import transformer_engine` fails, and would where it is only tried.
 TRANSFORMER_ENGINE := transformer-engine==2.20.2
 
-.PHONY: setup demo test test-megatron fuzz mutants lint bench clean
+.PHONY: setup demo test test-megatron megatron-page fuzz mutants lint bench clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -57,6 +57,10 @@ test-megatron:
 		cp requirements-megatron.txt $(MEGATRON_ENV)/installed.txt; \
 	fi
 	$(MEGATRON_PY) -m pytest tests/megatron
+
+# After a change of requirements-megatron.txt and `make test-megatron`: the page's tables, anew.
+megatron-page:
+	$(MEGATRON_PY) -m tests.megatron.settings_page
 
 # 200 process groups killed while they save, then 2,000 random parallel runs: half an hour. A
 # printed seed repeats them: make fuzz SEED=...

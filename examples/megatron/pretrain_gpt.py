@@ -1,7 +1,7 @@
 """Pretrain a GPT with Megatron's own loop and our optimizer: the two marked lines are all.
 
 torchrun --nproc-per-node 8 examples/megatron/pretrain_gpt.py --optimizer muon \
-    --use-distributed-optimizer --muon-no-split-qkv --muon-tp-mode duplicated \
+    --use-distributed-optimizer --muon-tp-mode duplicated \
     --overlap-grad-reduce --overlap-param-gather ...
 """
 

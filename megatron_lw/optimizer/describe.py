@@ -268,7 +268,7 @@ def _info(
     is_table: bool,
     groups: ParallelGroups,
 ) -> ParamInfo:
-    tags: Annotation = getattr(param, _ANNOTATION, None) or _megatron_tags(name, param)
+    tags: Annotation = getattr(param, _ANNOTATION, None) or _megatron_tags(name, param, groups)
     check_tags(f"parameter {name!r}", param, tags)
     domain: Domain = "dense"
     if tags.expert:
@@ -321,7 +321,7 @@ def _info(
     )
 
 
-def _megatron_tags(name: str, param: nn.Parameter) -> Annotation:
+def _megatron_tags(name: str, param: nn.Parameter, groups: ParallelGroups) -> Annotation:
     """The same facts from the attributes that Megatron's layers put on their parameters."""
     parallel = bool(getattr(param, "tensor_model_parallel", False))
     partition_dim = getattr(param, "partition_dim", -1)
@@ -337,13 +337,35 @@ def _megatron_tags(name: str, param: nn.Parameter) -> Annotation:
             "query, key and value in one query group"
         )
     shared = bool(getattr(param, "shared_embedding", False) or getattr(param, "shared", False))
+    expert = not getattr(param, "allreduce", True)
+    blocks = None
+    if parallel and qkv is None:
+        tensor = groups.domain("expert" if expert else "dense").tensor
+        blocks = _strided_blocks(name, param, partition_dim, tensor.size)
     return Annotation(
         tp_dim=partition_dim if parallel else None,
+        blocks=blocks,
+        split_blocks=blocks is None,
         qkv=None if qkv is None else tuple(int(rows) for rows in qkv),
-        expert=not getattr(param, "allreduce", True),
+        expert=expert,
         tied="embedding" if shared else None,
         sequence_parallel=bool(getattr(param, "sequence_parallel", False)),
         embedding=shared or bool(getattr(param, "is_embedding_or_output_parameter", False)),
         use_muon=getattr(param, "use_muon", None),
         keep_fp32=bool(getattr(param, "keep_in_fp32", False)),
     )
+
+
+def _strided_blocks(
+    name: str, param: nn.Parameter, partition_dim: int, tp_size: int
+) -> tuple[int, ...] | None:
+    """The blocks that a `partition_stride` above 1 means: gate and up, each divided by itself."""
+    stride = int(getattr(param, "partition_stride", 1))
+    if stride == 1:
+        return None
+    if partition_dim != 0 or param.shape[0] % stride:
+        raise ConfigError(
+            f"parameter {name!r} of shape {tuple(param.shape)}: partition_stride = {stride} along "
+            f"dimension {partition_dim} does not divide its rows into blocks; use annotate(blocks=)"
+        )
+    return (param.shape[0] * tp_size // stride,) * stride

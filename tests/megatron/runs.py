@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,34 @@ class Run:
     skipped: int = 0
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     extra: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """A box of a parameter.
+
+    Attributes:
+        name: of the parameter.
+        shape: of the whole parameter.
+        start: where the box begins in it.
+        values: the box.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    values: torch.Tensor
+
+
+def assembled(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
+    """Whole parameters; copies of a part must be equal, and an element that is missing is NaN."""
+    whole: dict[str, torch.Tensor] = {}
+    for part in parts:
+        found = whole.setdefault(part.name, torch.full(part.shape, torch.nan))
+        place = tuple(slice(s, s + n) for s, n in zip(part.start, part.values.shape, strict=True))
+        assert bool((found[place].isnan() | (found[place] == part.values)).all()), part.name
+        found[place] = part.values
+    return whole
 
 
 def last_stage(results: list[tuple[Run, ...]]) -> tuple[Run, ...]:

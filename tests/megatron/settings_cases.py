@@ -81,7 +81,7 @@ def carried() -> dict[str, str]:
 
 def _optimizer_problem(field: dataclasses.Field[Any]) -> str:
     value = _other(field)
-    changed = {"lr": 0.1, "muon_tp_mode": "duplicated", "muon_split_qkv": False, field.name: value}
+    changed = {"lr": 0.1, "muon_tp_mode": "duplicated", field.name: value}
     ours = settings.optimizer_config(OptimizerConfig(**changed), tensor_parallel=2)
     wanted = {
         "muon_tp_mode": "owner", "loss_scale": None, "overlap_param_gather": False
@@ -109,7 +109,7 @@ def refused() -> dict[str, str]:
         return ""
 
     def optimizer(**changed: Any) -> str:
-        config = OptimizerConfig(lr=0.1, **({"muon_split_qkv": False} | changed))
+        config = OptimizerConfig(lr=0.1, **changed)
         return message(lambda: settings.optimizer_config(config, tensor_parallel=2))
 
     def ddp(**changed: Any) -> str:
@@ -122,7 +122,6 @@ def refused() -> dict[str, str]:
         "use_megatron_fsdp": ddp(use_megatron_fsdp=True),
         "nccl_ub": ddp(nccl_ub=True),
         "fp8_param_gather": ddp(fp8_param_gather=True, use_distributed_optimizer=True),
-        "muon_split_qkv": optimizer(optimizer="muon", muon_split_qkv=True),
     }
 
 

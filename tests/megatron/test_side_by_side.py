@@ -19,7 +19,7 @@ MOE = "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-ba
 # name -> (ranks, flags)
 LAYOUTS: dict[str, tuple[int, str]] = {
     "dp2": (2, ""),
-    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp2_whole_qkv": (2, "--tensor-model-parallel-size 2 --muon-no-split-qkv"),
     "pp2_tied": (2, "--pipeline-model-parallel-size 2"),
     "pp2_untied": (2, "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
     "dp2_tp2_overlapped": (4, f"--tensor-model-parallel-size 2 {OVERLAP}"),
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
         2,
         "--tensor-model-parallel-size 2 --swiglu --group-query-attention --num-query-groups 2",
     ),
-    "dp2_per_token": (2, "--calculate-per-token-loss"),
+    "dp2_per_token": (2, "--calculate-per-token-loss --muon-no-split-qkv"),
     "tp2_qk_layernorm": (2, "--tensor-model-parallel-size 2 --qk-layernorm"),
 }
 
@@ -56,7 +56,7 @@ def test_fp32_losses_norms_and_zeros_are_megatrons(name: str) -> None:
             assert (mine.weights[key] - weight).abs().max() < 1e-4, key
 
 
-@pytest.mark.parametrize("name", ["dp2", "tp2", "pp2_tied"])
+@pytest.mark.parametrize("name", ["dp2", "tp2_qk_layernorm", "pp2_tied"])
 def test_bf16_losses_are_megatrons(name: str) -> None:
     ranks, flags = LAYOUTS[name]
     found = launch.on_ranks(ranks, "training_cases", "with_spread", [*flags.split(), "--bf16"])

@@ -30,7 +30,7 @@ BASE = (
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 20 "
     "--lr 1e-3 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 120 --make-vocab-size-divisible-by 16 "
-    "--optimizer muon --use-distributed-optimizer --muon-no-split-qkv "
+    "--optimizer muon --use-distributed-optimizer "
     "--muon-tp-mode duplicated --log-num-zeros-in-grad "
     "--transformer-impl local --attention-backend unfused --distributed-backend gloo "
     "--use-cpu-initialization --num-workers 0 --no-gradient-accumulation-fusion "

@@ -29,7 +29,7 @@ OBJECTS = {
 OTHERS = frozenset(
     # attributes of parameters, Megatron's or torch's
     "param.main_grad main_grad param.grad requires_grad grad_added_to_main_grad "
-    "is_qkv qkv_split_shapes "
+    "is_qkv qkv_split_shapes partition_stride linear_qkv.weight "
     # Megatron's, named as what is not there
     "ProcessGroupCollection sharded_state_dict pretrain "
     # keys of parameter groups and of the JSON list, an abbreviation, a folder, kinds of block

@@ -272,6 +272,21 @@ def test_megatrons_attributes_declare_fused_attention() -> None:
         describe([layer], SINGLE)
 
 
+def test_megatrons_stride_declares_gate_and_up() -> None:
+    layer = nn.Linear(8, 24, bias=False)
+    weight: Any = layer.weight
+    weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 2
+    [info] = describe([layer], SINGLE).infos
+    assert (info.blocks, info.split_blocks) == ((12, 12), False)
+    assert matrix_view(info).shapes == ((24, 8),)
+    weight.partition_stride = 5
+    with pytest.raises(ConfigError, match=r"'weight' .*partition_stride = 5 along dimension 0"):
+        describe([layer], SINGLE)
+    weight.partition_dim, weight.partition_stride = 1, 2
+    with pytest.raises(ConfigError, match=r"partition_stride = 2 along dimension 1"):
+        describe([layer], SINGLE)
+
+
 def test_the_report_lists_child_group_matrices_scale_and_owner() -> None:
     shapes = {
         "a_bias": (8,), "b_weight": (30, 8), "c_weight": (2, 4, 9), "d_weight": (32, 8)

@@ -32,11 +32,6 @@ OPTIMIZER_EDGE: Mapping[str, tuple[str, str]] = MappingProxyType(
             "without tensor parallelism; with it 'blockwise' is passed on",
         ),
         "loss_scale": ("honoured", "a constant loss scale; without fp16 a 1 is no scaling"),
-        "muon_split_qkv": (
-            "refused",
-            "with Muon: query, key and value are not orthogonalised apart yet; pass "
-            "--muon-no-split-qkv",
-        ),
         "overlap_param_gather": ("no effect", "DistributedDataParallelConfig decides"),
     }
 )
@@ -70,11 +65,6 @@ def optimizer_config(given: Any, *, tensor_parallel: int) -> OptimizerConfig:
     if isinstance(given, OptimizerConfig):
         return given
     values = _values(given, OptimizerConfig)
-    if values["optimizer"] in ("muon", "dist_muon") and values["muon_split_qkv"]:
-        raise ConfigError(
-            "OptimizerConfig.muon_split_qkv=True: query, key and value are not orthogonalised "
-            "apart yet; pass --muon-no-split-qkv"
-        )
     for dropped in ("timers", "use_distributed_optimizer", "overlap_param_gather"):
         values.pop(dropped, None)
     if values["muon_tp_mode"] in _OWNER_MODES or tensor_parallel == 1:

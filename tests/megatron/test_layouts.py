@@ -1,0 +1,47 @@
+"""What a layout of ranks leaves as it is. Class of equality: numerical, FP32 within 1e-5."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.megatron import launch, needs
+from tests.megatron.runs import Part, Run, assembled
+
+needs.megatron()
+
+FP32 = "--muon-fp32-matmul-prec high --train-iters 4 --hidden-dropout 0 --attention-dropout 0"
+TP2 = "--tensor-model-parallel-size 2"
+GATED = "--swiglu --group-query-attention --num-query-groups 2"
+
+Found = list[list[tuple[Run, list[Part]]]]
+
+
+def in_layouts(*flags: str, ranks: int = 2) -> Found:
+    return launch.on_ranks(
+        ranks, "layout_cases", "parts_in", [[*FP32.split(), *each.split()] for each in flags]
+    )
+
+
+def test_gated_and_fused_weights_are_the_same_whole_weights_under_tensor_parallelism() -> None:
+    found = in_layouts(GATED, f"{GATED} {TP2}")
+    for one, two in found:
+        assert two[0].losses == pytest.approx(one[0].losses, abs=1e-5, rel=0)
+        assert two[0].norms == pytest.approx(one[0].norms, rel=1e-4)
+    plain = assembled(part for one, _ in found for part in one[1])
+    divided = assembled(part for _, two in found for part in two[1])
+    assert plain.keys() == divided.keys()
+    for name, weight in plain.items():
+        torch.testing.assert_close(divided[name], weight, atol=1e-5, rtol=0, msg=name)
+    # As the shards lie, one after the other, a gated weight is another matrix.
+    gated = "decoder.layers.0.mlp.linear_fc1.weight"
+    shards = [[p.values for p in two[1] if p.name == gated] for _, two in found]
+    assert len(shards[0]) == 2
+    as_they_lie = torch.cat([torch.cat(parts) for parts in shards])
+    assert (as_they_lie - plain[gated]).abs().max() > 1e-2
+
+
+def test_a_split_of_fused_attention_is_another_update() -> None:
+    [[(split, _), (whole, _)]] = in_layouts("", "--muon-no-split-qkv", ranks=1)
+    assert split.losses[0] == whole.losses[0]
+    assert abs(split.losses[-1] - whole.losses[-1]) > 1e-4
