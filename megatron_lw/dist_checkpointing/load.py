@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +182,14 @@ def _match(
     histories = match_histories(history_entries(optimizer), manifest, aliases, leave_out=leave_out)
     if wishes.weights_only:
         return found, histories
+    left_out = [
+        f"{name}/{key}"
+        for kind in dict.fromkeys(bucket.kind for bucket in held_buckets(optimizer.runtime))
+        for name, values in _owned_values(kind, found, source).items()
+        for key in values
+        if is_named(leave_out, name, key)
+    ]
+    found = replace(found, left_out=(*found.left_out, *left_out))
     if wishes.scheduler is not None and "scheduler" not in manifest.values:
         raise CheckpointError("the checkpoint has no scheduler; load without one, or start it anew")
     if LOSS_SCALER not in leave_out:
@@ -232,12 +240,10 @@ def _set(
         bucket.child.restart(found.restarted)
         saved = manifest.children.get(bucket.kind)
         bucket.child.num_steps = 0 if saved is None else saved.num_steps
-        values = {} if saved is None else saved.values
         bucket.child.load_owned_values(
             {
-                name: source.value(values[identity])
-                for name, identity in found.identities.items()
-                if identity in values
+                name: {k: v for k, v in values.items() if not is_named(wishes.leave_out, name, k)}
+                for name, values in _owned_values(bucket.kind, found, source).items()
             }
         )
     if wishes.keep_settings is not True:
@@ -249,6 +255,17 @@ def _set(
         optimizer.loss_scaler.load(source.value(manifest.values[LOSS_SCALER]))
     if wishes.scheduler is not None:
         wishes.scheduler.load_state_dict(source.value(manifest.values["scheduler"]))
+
+
+def _owned_values(kind: str, found: Match, source: Source) -> dict[str, Mapping[str, Any]]:
+    """What was saved of a child besides tensors, by the name of each parameter of this rank."""
+    saved = source.manifest.children.get(kind)
+    values = {} if saved is None else saved.values
+    return {
+        name: source.value(values[identity])
+        for name, identity in found.identities.items()
+        if identity in values
+    }
 
 
 def _extra(source: Source, rank: int, size: int) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Match:
         restarted: global names on this rank of the parameters whose states these are.
         used: saved tensors that this rank reads, by name and state.
         dropped: saved states that no one asks for, for the same reason.
-        left_out: tensors of this rank that stay as they are, as `leave_out` says.
+        left_out: what stays as it is on this rank, as `leave_out` says.
     """
 
     reads: tuple[Read, ...]

@@ -165,6 +165,38 @@ def test_padding_rows_of_a_frozen_parameter_become_zero(tmp_path, left_out):
     assert bool((table[5:] == 0).all()) != left_out
 
 
+class Counting(torch.optim.SGD):
+    """Has a number among its state, besides its momentum."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for state in self.state.values():
+            state["count"] = state.get("count", 0) + 1
+
+
+@pytest.mark.parametrize(
+    "left_out, counts", [((), [2, 2]), (("a",), [5, 2]), (("*/count",), [5, 5])]
+)
+def test_numbers_of_a_whole_optimizer_are_left_out_with_its_tensors(tmp_path, left_out, counts):
+    def whole() -> Built:
+        return build(
+            {"a": (4, 6), "b": (6, 4)},
+            optimizer="whole",
+            whole_optimizer=f"{__name__}:Counting",
+            whole_settings=(("momentum", 0.5),),
+        )
+
+    saved, other = whole(), whole()
+    for built, steps in ((saved, 2), (other, 5)):
+        for _ in range(steps):
+            step(built)
+    save(tmp_path, *saved, step=2)
+    load(tmp_path, *other, leave_out=left_out)
+    [child] = other[1].runtime.children
+    values = child.owned_values()
+    assert [values[name]["count"] for name in ("a", "b")] == counts
+
+
 def test_frozen_parameters_may_lie_in_memory_as_they_like(tmp_path):
     built = build(frozen={"f": (4, 3, 2, 2)})
     frozen = built[0].module.f
