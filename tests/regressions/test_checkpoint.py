@@ -1,9 +1,8 @@
 """Reports of sections A, D, E and F about checkpoints; value = global element index.
 
-Class *bitwise*. F2, F3, F10 and F26 over every layout are in
-`tests/distributed/test_checkpoint.py`; D11 (keys of every child), D13, F19 and tied names in
-`tests/distributed/test_checkpoint_models.py`; F7 in `tests/unit/test_checkpoint_arguments.py`; F17
-and F22 in `tests/unit/test_values.py` and `tests/unit/test_source_rules.py`.
+Class *bitwise*. F2, F8 and F17 are in `test_resume`, F3 in `test_quantised`. Over every layout:
+`tests/distributed/test_checkpoint.py`; tied names, D13 and F19 through checkpoints:
+`tests/distributed/test_checkpoint_models.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +68,9 @@ CASES: dict[str, tuple[Shapes, tuple[str, ...], dict[str, Any], int, tuple[int, 
 
 
 @pytest.mark.parametrize("report", CASES)
-def test_everything_survives_whichever_rank_owns_it(tmp_path: Path, report: str) -> None:
+def test_a1_a4_f10_f11_f23_everything_survives_whichever_rank_owns_it(
+    tmp_path: Path, report: str
+) -> None:
     shapes, frozen, config, before, after = CASES[report]
     run_ranks(saved, before, tmp_path, shapes, frozen, config)
     sizes = {t.key: t.shape for t in read_manifest(tmp_path / "step-0000000009").tensors}

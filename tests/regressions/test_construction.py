@@ -1,8 +1,7 @@
 """Reports of sections A, F and G about who gets what: empty ranks, routing, tied copies, settings.
 
-Class *bitwise* where copies or runs are compared, else exact. A18 is in
-`tests/unit/test_config_values.py`; A5, A7, A8, A11, A14 and A16 have files of their own; F20 is in
-`tests/distributed/test_ddp.py`.
+Class *bitwise* where copies or runs are compared, else exact. A1, A7, A8 and E14 are in
+`test_ranks`; A5, A11, A14, A16, and the plans of A7 and A8, have files of their own.
 """
 
 from __future__ import annotations

@@ -230,3 +230,37 @@ def test_c17_an_overflow_on_one_rank_enters_no_momentum(name: str, rank: int) ->
     for (success, norm, _), unchanged, never_seen in run_ranks(overflow, 2, name, rank):
         assert success is False and norm is None
         assert unchanged and never_seen
+
+
+def overflow_in_one_child(name: str) -> tuple[list[tuple[bool, float]], bool, list[int]]:
+    """FP16 under three children; the gradient of one parameter overflows on the last rank."""
+    values = {"a_weight": (24, 16), "b_bias": (70,), "c_weight": (16, 8)}
+    overrides = {megatron_lw.ParamKey(name="c_*"): {"optimizer": "sgd"}}
+    config = {**MUON, "fp16": True, "initial_loss_scale": 8.0, "hysteresis": 1}
+    built = build(
+        {n: torch.ones(shape, dtype=torch.float16) for n, shape in values.items()},
+        config={**config, "loss_scale_window": 1000},
+        overrides=overrides,  # type: ignore[arg-type]
+    )
+    ddp, optimizer = built
+    rank, found, unchanged = ddp.groups.dp.rank, [], False
+    for step in range(3):
+        optimizer.zero_grad()
+        grads = {n: torch.full(shape, 1.0 + rank) for n, shape in values.items()}
+        if step == 1 and rank == ddp.groups.dp.size - 1:
+            grads[name].view(-1)[2] = 3e4  # times the loss scale it leaves FP16
+        before = everything(built)
+        optimizer.scale_loss(ddp(grads)).backward()
+        success, _, _ = optimizer.step()
+        found.append((success, float(optimizer.get_loss_scale())))
+        if step == 1:
+            unchanged = same(before, everything(built))
+    return found, unchanged, [child.num_steps for child in optimizer.runtime.children]
+
+
+@pytest.mark.parametrize("name", ["a_weight", "b_bias", "c_weight"])
+def test_c19_children_share_one_loss_scale_and_one_decision(name: str) -> None:
+    """NVIDIA-NeMo/Megatron-Bridge#5591: each child had a scale of its own: [4.0, 8.0]."""
+    for found, unchanged, steps in run_ranks(overflow_in_one_child, 3, name):
+        assert found == [(True, 8.0), (False, 4.0), (True, 4.0)]
+        assert unchanged and steps == [2, 2, 2]

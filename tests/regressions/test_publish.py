@@ -1,7 +1,6 @@
 """Reports of sections A, E and G about weights that were read before, or without, their gather.
 
-Class *bitwise*: overlap on equals overlap off. E2 and E13 are in
-`tests/distributed/test_overlap.py`.
+Class *bitwise*: overlap on equals overlap off. E1, E4, E5 and E9 are in `test_quantised`.
 """
 
 from __future__ import annotations

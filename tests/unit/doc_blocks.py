@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "tests/regressions/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 )
 INFOS = ("python", "python fragment", "sh", "text", "console")
