@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -109,7 +110,7 @@ def build(
 def train(
     ddp: megatron_lw.DistributedDataParallel, optimizer: Optimizer, steps: range
 ) -> list[Any]:
-    """Losses and norms, two micro-batches a step."""
+    """Losses, norms and checksums of the reduced gradients, two micro-batches a step."""
     seen = []
     for step in steps:
         optimizer.zero_grad()
@@ -118,8 +119,10 @@ def train(
             loss.backward()
         more = ddp(batch(2 * step + 1, ddp.groups.dp.rank)).square().mean()
         more.backward()
+        ddp.finish_grad_sync()
+        grads = [zlib.crc32(b.grad_row.view(torch.uint8).numpy()) for b in ddp.buckets]
         _, norm, _ = optimizer.step()
-        seen.append((loss.item(), more.item(), norm))
+        seen.append((loss.item(), more.item(), norm, grads))
     return seen
 
 
@@ -157,24 +160,26 @@ def facts(ddp: megatron_lw.DistributedDataParallel) -> dict[str, int]:
 def on_and_off(
     recipe: str, steps: int, options: dict[str, Any]
 ) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
-    """Train with FP8 on the wire, overlapped, and with BF16, not overlapped; raise if they differ.
+    """Train with FP8 on the wire, overlapped and not, and with BF16; raise if they differ.
 
     Returns:
         Facts of the plan, and everything that this rank holds.
     """
     runs = []
-    for on in (True, False):
-        ddp, optimizer = build(recipe, gather=on, overlap=on, **options)
+    for on, overlap in ((True, True), (True, False), (False, False)):
+        ddp, optimizer = build(recipe, gather=on, overlap=overlap, **options)
         start = everything(ddp, optimizer)
         seen: list[Any] = [train(ddp, optimizer, range(steps))]
         with torch.no_grad():
             seen.append(ddp(batch(9999, 0)).tolist())
         optimizer.check()
         runs.append((seen, start, everything(ddp, optimizer)))
-    (seen, start, found), (seen_off, start_off, found_off) = runs
-    assert seen == seen_off and len(seen[0]) == steps
-    same(start, start_off)
-    same(found, found_off)
+    (seen, start, found), *others = runs
+    for other_seen, other_start, other_found in others:
+        assert seen == other_seen and len(seen[0]) == steps
+        same(start, other_start)
+        same(found, other_found)
+    assert len({str(grads) for *_, grads in seen[0]}) == steps
     planes = [name for name in found if name.startswith(("row_", "col_"))]
     assert len(planes) >= 4 * 5
     for name in planes:

@@ -25,11 +25,16 @@ def equal_on_ranks(ranks: int, recipe: str, steps: int, **options: Any) -> list[
     return [facts for facts, _ in results]
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 20), (3, 5)])
+@pytest.mark.parametrize(
+    ("ranks", "steps", "ep"), [(2, 5, 1), (3, 20, 1), (4, 20, 2)], ids=["2", "3", "4"]
+)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_fp8_gather_on_equals_off(recipe: str, ranks: int, steps: int) -> None:
-    """Losses, outputs, norms, masters, states, weights, both planes; overlap on and off."""
-    facts = equal_on_ranks(ranks, recipe, steps)
+def test_fp8_gather_on_equals_off(recipe: str, ranks: int, steps: int, ep: int) -> None:
+    """Losses, outputs, norms, gradients, masters, states, weights, both planes; overlap on and off.
+
+    On four ranks dense weights have four copies and experts two.
+    """
+    facts = equal_on_ranks(ranks, recipe, steps, ep=ep)
     assert sum(each["cut"] for each in facts) > 0 and facts[0]["buckets"] >= 3
 
 
