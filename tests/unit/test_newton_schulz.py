@@ -78,7 +78,18 @@ def test_zero_rows_stay_zero_and_change_nothing() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [(24, 24), (33, 47), (64, 256), (256, 64), (129, 3000), (3000, 129), (300, 300), (512, 96)],
+    [
+        (24, 24),
+        (33, 47),
+        (64, 256),
+        (256, 64),
+        (129, 3000),
+        (3000, 129),
+        (300, 300),
+        (512, 96),
+        (520, 700),
+        (700, 520),
+    ],
     ids=str,
 )
 def test_bits_of_torch_muon(shape: tuple[int, int]) -> None:

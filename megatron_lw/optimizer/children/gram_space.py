@@ -11,7 +11,7 @@ wider only, and a restart, which is `X <- Q X` and a new R, before step 2 and ev
 from there.
 
 R, Q and the polynomials are symmetric and commute, so every product but `Q X` is symmetric: of
-single large matrices three of its four quarters are computed and one is mirrored.
+single large matrices a part of it is mirrored, see `symmetric`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_lw.optimizer.children.coefficients import Triple
 from megatron_lw.optimizer.children.ns_workspace import Scratch
+from megatron_lw.optimizer.children.symmetric import gram_of, multiply_add
 from megatron_lw.optimizer.workspace import BATCH_BELOW
 
 LONG_ENOUGH = 2
@@ -63,18 +64,18 @@ def iterate_in_gram_space(
     product, spare = _two_small(scratch.wide[1], gram)
     started = False
     for step, (a, b, c) in enumerate(triples):
-        _multiply_add(gram, gram, gram, b, c, update)
+        _product(gram, gram, gram, b, c, update)
         if not started:
             product.copy_(update)
             product.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
-            _multiply_add(product, product, update, a, 1.0, spare)
+            _product(product, product, update, a, 1.0, spare)
             product, spare = spare, product
         started = True
         last = step + 1 == len(triples)
         if not last and not restarts_before(step + 1):
-            _multiply_add(gram, gram, update, a, 1.0, spare)
-            _multiply_add(spare, spare, update, a, 1.0, gram)
+            _product(gram, gram, update, a, 1.0, spare)
+            _product(spare, spare, update, a, 1.0, gram)
             continue
         # The product leaves the wide place into which x goes next.
         update.copy_(product)
@@ -83,55 +84,16 @@ def iterate_in_gram_space(
         x = multiply(update, x, out=target if last and target is not None else wide)
         place = 1 - place
         if not last:
-            gram_of(x, gram)
+            gram_of(x, gram, least=BATCH_BELOW)
             product, spare = _two_small(scratch.wide[1 - place], gram)
             started = False
     return x
 
 
-def gram_of(x: Tensor, out: Tensor) -> None:
-    """Write x x^T into `out`.
-
-    Args:
-        x: [..., short, long].
-        out: [..., short, short].
-    """
-    if not _in_quarters(out):
-        (torch.mm if x.ndim == 2 else torch.bmm)(x, x.mT, out=out)
-        return
-    half = out.size(0) // 2
-    torch.mm(x[:half], x.mT, out=out[:half])
-    torch.mm(x[half:], x[half:].mT, out=out[half:, half:])
-    out[half:, :half].copy_(out[:half, half:].mT)
-
-
-def _multiply_add(
+def _product(
     addend: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float, out: Tensor
 ) -> None:
-    """Write `beta addend + alpha left right` into `out`; the sum is known to be symmetric.
-
-    `out` is neither of the factors.
-    """
-    if not _in_quarters(out):
-        multiply_add = torch.addmm if out.ndim == 2 else torch.baddbmm
-        multiply_add(addend, left, right, beta=beta, alpha=alpha, out=out)
-        return
-    half = out.size(0) // 2
-    top, rest = slice(half), slice(half, None)
-    torch.addmm(addend[top], left[top], right, beta=beta, alpha=alpha, out=out[top])
-    torch.addmm(
-        addend[rest, rest],
-        left[rest],
-        right[:, rest],
-        beta=beta,
-        alpha=alpha,
-        out=out[rest, rest],
-    )
-    out[rest, top].copy_(out[top, rest].mT)
-
-
-def _in_quarters(out: Tensor) -> bool:
-    return out.ndim == 2 and out.size(0) >= BATCH_BELOW
+    multiply_add(addend, left, right, out, beta=beta, alpha=alpha, least=BATCH_BELOW)
 
 
 def _two_small(wide: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:

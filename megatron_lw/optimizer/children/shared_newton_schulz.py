@@ -15,7 +15,8 @@ import torch
 
 from megatron_lw.distributed.collectives import all_reduce
 from megatron_lw.distributed.group import Group
-from megatron_lw.optimizer.children.newton_schulz import NewtonSchulz
+from megatron_lw.optimizer.children.newton_schulz import STRIPS_FROM, NewtonSchulz
+from megatron_lw.optimizer.children.symmetric import gram_of
 
 Guard = Callable[[], AbstractContextManager[None]]
 Batch = Sequence[torch.Tensor]
@@ -112,7 +113,7 @@ class SharedNewtonSchulz:
         for step, (a, b, c) in enumerate(self._coefficients.triples):
             with guard():
                 for x, each in zip(here, gram, strict=True):
-                    torch.mm(x, x.mT, out=each)
+                    gram_of(x, each, least=STRIPS_FROM)
                 summed.copy_(gram)
             all_reduce(summed, self._group, label=f"Gram matrices, {label}")
             with guard():
