@@ -40,14 +40,15 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest
 
-# The real megatron-core as client. Without a Python 3.12 it fails, and says so.
+# The real megatron-core as client, and emerging-optimizers as oracle. Without a Python 3.12 it
+# fails, and says so.
 test-megatron:
 	@if ! cmp -s requirements-megatron.txt $(MEGATRON_ENV)/installed.txt; then \
 		found=; for python in $(PYTHONS_312); do \
 			if $$python -c 'import ensurepip, venv' >/dev/null 2>&1; then found=$$python; break; fi; \
 		done; \
 		if [ -z "$$found" ]; then \
-			echo "NO PYTHON 3.12 WITH venv: TESTS OF THE MEGATRON INTEGRATION DID NOT RUN" >&2; \
+			echo "NO PYTHON 3.12 WITH venv: TESTS WITH MEGATRON AND EMERGING-OPTIMIZERS DID NOT RUN" >&2; \
 			exit 1; \
 		fi; \
 		echo "building $(MEGATRON_ENV) with $$found"; \
@@ -56,7 +57,7 @@ test-megatron:
 			-r requirements-megatron.txt && \
 		cp requirements-megatron.txt $(MEGATRON_ENV)/installed.txt; \
 	fi
-	$(MEGATRON_PY) -m pytest tests/megatron
+	$(MEGATRON_PY) -m pytest tests/megatron tests/emerging
 
 # After a change of requirements-megatron.txt and `make test-megatron`: the page's tables, anew.
 megatron-page:
