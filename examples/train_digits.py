@@ -86,9 +86,6 @@ def build(args: argparse.Namespace, device: torch.device) -> VisionTower:
     tower.to(DTYPES[args.dtype]).to_empty(device=device)
     torch.manual_seed(args.seed)
     tower.reset_parameters()
-    # An image has one channel, which by its shape might be a depthwise convolution's: those are
-    # Adam's unless they are asked for.
-    megatron_lw.annotate(tower.patches.weight, use_muon=True)
     megatron_lw.annotate(tower.head.weight, output=True)
     width = tower.norm.weight.numel()
     for block in tower.blocks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +27,14 @@ __all__ = ["DescribedModel", "ParamInfo", "Role", "annotate", "describe", "logic
 
 _ANNOTATION = "_megatron_lw_annotation"
 _HOLDER = "_megatron_lw_holder"
+_CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +135,7 @@ def describe(
     seen: dict[int, str] = {}
     places: dict[int, str] = {}
     for index, chunk in enumerate(chunks):
-        tables = {
-            id(m.weight) for m in chunk.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
-        }
+        used = _uses(chunk)
         for local_name, param in chunk.named_parameters():
             name = names.to_global(index, local_name)
             if id(param) in seen:
@@ -151,7 +158,8 @@ def describe(
             if not param.requires_grad:
                 unstepped[name] = _unstepped(name, param, frozen_domain(param))
                 continue
-            infos[name] = _info(name, local_name, index, param, id(param) in tables, groups)
+            use = used.get(id(param), _Use())
+            infos[name] = _info(name, local_name, index, param, use, groups)
             params[name] = param
         for local_name, buffer in chunk.named_buffers():
             name = names.to_global(index, local_name)
@@ -174,7 +182,7 @@ def describe_frozen(
         for local_name, param in chunk.named_parameters():
             if not param.requires_grad:
                 name = names.to_global(index, local_name)
-                found[name] = _info(name, local_name, index, param, False, groups), param
+                found[name] = _info(name, local_name, index, param, _Use(), groups), param
     return found
 
 
@@ -188,6 +196,30 @@ def frozen_domain(param: nn.Parameter) -> Domain:
 def buffer_domain(groups: ParallelGroups) -> Domain:
     """Which ranks surely hold copies of a buffer, which says nothing of itself."""
     return "expert" if groups.ep.size > 1 else "dense"
+
+
+class _Use(NamedTuple):
+    """What modules tell of a weight that they hold.
+
+    Attributes:
+        is_table: whether it is an embedding table.
+        depthwise: see `ParamInfo`.
+    """
+
+    is_table: bool = False
+    depthwise: bool | None = None
+
+
+def _uses(chunk: nn.Module) -> dict[int, _Use]:
+    """Address of a weight of an embedding or a convolution -> what its module tells."""
+    found: dict[int, _Use] = {}
+    for module in chunk.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            found[id(module.weight)] = _Use(is_table=True)
+        elif isinstance(module, _CONVOLUTIONS):
+            depthwise = 1 < module.groups == module.in_channels
+            found[id(module.weight)] = _Use(depthwise=depthwise)
+    return found
 
 
 def _unstepped(
@@ -265,7 +297,7 @@ def _info(
     local_name: str,
     chunk: int,
     param: nn.Parameter,
-    is_table: bool,
+    use: _Use,
     groups: ParallelGroups,
 ) -> ParamInfo:
     tags: Annotation = getattr(param, _ANNOTATION, None) or _megatron_tags(name, param, groups)
@@ -291,7 +323,7 @@ def _info(
     if ep_size > 1:
         global_shape, boxes = stack_boxes(global_shape, boxes, ep_size, groups.ep.rank)
     role: Role = "matrix" if param.dim() >= 2 else "vector"
-    if tags.embedding or is_table:
+    if tags.embedding or use.is_table:
         role = "embedding"
     if tags.output:
         role = "output"
@@ -317,6 +349,7 @@ def _info(
         sequence_parallel=tags.sequence_parallel,
         use_muon=tags.use_muon,
         keep_fp32=tags.keep_fp32,
+        depthwise=use.depthwise,
         recipe=recipe_text(name, param),
     )
 

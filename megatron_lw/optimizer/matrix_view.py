@@ -34,7 +34,7 @@ Shape = tuple[int, int]
 _NO_PART = -1
 
 DEPTHWISE = "depthwise convolution"
-"""Why a convolution with one input channel a group goes to the element-wise child."""
+"""Why a convolution with a group for each input channel goes to the element-wise child."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +173,9 @@ class MatrixView:
 def no_matrix(info: ParamInfo) -> str | None:
     """Why a parameter is no matrix by its shape; None where it is one.
 
-    A convolution with one input channel a group (depthwise) has no two dimensions to mix: it is one
-    only where `use_muon=True` says so.
+    A depthwise convolution has no two dimensions to mix: it is one only where `use_muon=True` says
+    so. What has a single input channel and is of no convolution module may be one, and is taken
+    for it.
     """
     shape = info.global_shape
     if 0 in shape:
@@ -183,7 +184,8 @@ def no_matrix(info: ParamInfo) -> str | None:
         return "no matrix"
     if len(shape) > 5:
         return f"{len(shape)} dimensions"
-    if len(shape) > 2 and not info.is_stack and shape[1] == 1:
+    may_be_depthwise = len(shape) > 2 and not info.is_stack and shape[1] == 1
+    if may_be_depthwise and info.depthwise is not False:
         return DEPTHWISE
     return None
 

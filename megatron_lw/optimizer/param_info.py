@@ -42,6 +42,8 @@ class ParamInfo:
         sequence_parallel: used under sequence parallelism, so replicas' gradients are summed.
         use_muon: an explicit choice for or against the matrix child; None: decided by shape.
         keep_fp32: stays FP32 and is replicated over every rank that holds a copy.
+        depthwise: whether it is the weight of a convolution with a group for each input channel;
+            None: of no convolution that is a module.
         recipe: how it is quantised, as text; None for a plain weight.
     """
 
@@ -66,6 +68,7 @@ class ParamInfo:
     sequence_parallel: bool = False
     use_muon: bool | None = None
     keep_fp32: bool = False
+    depthwise: bool | None = None
     recipe: str | None = None
 
     @property

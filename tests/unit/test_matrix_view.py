@@ -142,6 +142,45 @@ def test_a_depthwise_convolution_goes_to_adam_unless_told_otherwise() -> None:
     assert "muon" in line and "8x9" in line
 
 
+@pytest.mark.parametrize(
+    ("layer", "matrix"),
+    [
+        (nn.Conv3d(1, 64, 2, bias=False), "64x8"),
+        (nn.Conv2d(1, 8, (3, 4), bias=False), "8x12"),
+        (nn.Conv1d(1, 6, 4, groups=1, bias=False), "6x4"),
+        (nn.Conv2d(8, 6, 3, groups=2, bias=False), "6x36"),
+        (nn.Conv1d(6, 6, 4, groups=6, bias=False), None),
+        (nn.Conv2d(4, 8, 3, groups=4, bias=False), None),
+        (nn.ConvTranspose1d(6, 6, 4, groups=6, bias=False), None),
+    ],
+    ids=str,
+)
+def test_a_convolution_of_one_channel_is_no_depthwise_one(
+    layer: nn.Module, matrix: str | None
+) -> None:
+    """Class exact sums: `groups` of the module decides; the step is that of its matrix."""
+    model = nn.ModuleDict({"conv": layer, "dense": nn.Linear(4, 4, bias=False)})
+    model.forward = lambda grad: (layer.weight * grad).sum() + model["dense"].weight.sum()
+    ddp = megatron_lw.DistributedDataParallel(model, SINGLE)
+    config = megatron_lw.OptimizerConfig(**MUON, weight_decay=0.01)
+    optimizer = megatron_lw.get_megatron_optimizer(config, [ddp], pg_collection=SINGLE)
+    [line] = [text for text in optimizer.routing_report().splitlines() if "conv.weight" in text]
+    if matrix is None:
+        assert "adam" in line and line.endswith("depthwise convolution")
+        return
+    assert "muon" in line and matrix in line and line.endswith("matrix")
+    start, grad = layer.weight.detach().clone(), torch.randn(layer.weight.shape)
+    rows, cols = map(int, matrix.split("x"))
+    plain = Reference(
+        {"w": start}, {"w": Settings(lr=0.05, weight_decay=0.01, matrix=(rows, cols))}
+    )
+    plain.step({"w": grad})
+    optimizer.zero_grad()
+    ddp(grad).backward()
+    optimizer.step()
+    assert relative(layer.weight.detach() - start, plain.masters["w"] - start) < 1e-5
+
+
 @pytest.mark.parametrize("dims", [1, 6])
 def test_muon_is_not_forced_on_what_is_no_matrix(dims: int) -> None:
     shapes = {"a_weight": (2,) * dims, "b_weight": (8, 8)}
