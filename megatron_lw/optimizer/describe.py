@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,19 +21,12 @@ from megatron_lw.optimizer.boxes import stack_boxes, tensor_parallel_boxes
 from megatron_lw.optimizer.names import NameMap, natural_key
 from megatron_lw.optimizer.param_info import ParamInfo, Role, logical_numel
 from megatron_lw.optimizer.tags import Annotation, check_tags, row_dimension, stack_size
+from megatron_lw.optimizer.weight_uses import WeightUse, weight_uses
 
 __all__ = ["DescribedModel", "ParamInfo", "Role", "annotate", "describe", "logical_numel"]
 
 _ANNOTATION = "_megatron_lw_annotation"
 _HOLDER = "_megatron_lw_holder"
-_CONVOLUTIONS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +127,7 @@ def describe(
     seen: dict[int, str] = {}
     places: dict[int, str] = {}
     for index, chunk in enumerate(chunks):
-        used = _uses(chunk)
+        used = weight_uses(chunk)
         for local_name, param in chunk.named_parameters():
             name = names.to_global(index, local_name)
             if id(param) in seen:
@@ -158,7 +150,7 @@ def describe(
             if not param.requires_grad:
                 unstepped[name] = _unstepped(name, param, frozen_domain(param))
                 continue
-            use = used.get(id(param), _Use())
+            use = used.get(id(param), WeightUse())
             infos[name] = _info(name, local_name, index, param, use, groups)
             params[name] = param
         for local_name, buffer in chunk.named_buffers():
@@ -182,7 +174,7 @@ def describe_frozen(
         for local_name, param in chunk.named_parameters():
             if not param.requires_grad:
                 name = names.to_global(index, local_name)
-                found[name] = _info(name, local_name, index, param, _Use(), groups), param
+                found[name] = _info(name, local_name, index, param, WeightUse(), groups), param
     return found
 
 
@@ -196,30 +188,6 @@ def frozen_domain(param: nn.Parameter) -> Domain:
 def buffer_domain(groups: ParallelGroups) -> Domain:
     """Which ranks surely hold copies of a buffer, which says nothing of itself."""
     return "expert" if groups.ep.size > 1 else "dense"
-
-
-class _Use(NamedTuple):
-    """What modules tell of a weight that they hold.
-
-    Attributes:
-        is_table: whether it is an embedding table.
-        depthwise: see `ParamInfo`.
-    """
-
-    is_table: bool = False
-    depthwise: bool | None = None
-
-
-def _uses(chunk: nn.Module) -> dict[int, _Use]:
-    """Address of a weight of an embedding or a convolution -> what its module tells."""
-    found: dict[int, _Use] = {}
-    for module in chunk.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            found[id(module.weight)] = _Use(is_table=True)
-        elif isinstance(module, _CONVOLUTIONS):
-            depthwise = 1 < module.groups == module.in_channels
-            found[id(module.weight)] = _Use(depthwise=depthwise)
-    return found
 
 
 def _unstepped(
@@ -297,7 +265,7 @@ def _info(
     local_name: str,
     chunk: int,
     param: nn.Parameter,
-    use: _Use,
+    use: WeightUse,
     groups: ParallelGroups,
 ) -> ParamInfo:
     tags: Annotation = getattr(param, _ANNOTATION, None) or _megatron_tags(name, param, groups)
