@@ -6,10 +6,12 @@ import types
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel as MegatronDDP
 from megatron.core.tensor_parallel import layers
 
+from megatron_lw.errors import ConfigError, StateError
 from tests.megatron.runs import Run
-from tests.megatron.training import train
+from tests.megatron.training import BASE, train
 
 
 def with_and_without(flags: list[str], more: list[str]) -> tuple[Run, Run]:
@@ -63,6 +65,38 @@ def fused(flags: list[str]) -> tuple[Run, Run, int]:
         return plain, train(flags, without=["--no-gradient-accumulation-fusion"]), len(calls)
     finally:
         module._grad_accum_fusion_available = False
+
+
+def adopted(flags: list[str]) -> tuple[Run, Run]:
+    """Ours with our DDP, then with Megatron's own, which is checked after each step."""
+    base = [flag for flag in BASE if flag != "--use-distributed-optimizer"]
+
+    def probe(model: Any, optimizer: Any) -> None:
+        optimizer.check()
+        for chunk, inside in zip(model, optimizer.model_chunks, strict=True):
+            assert type(chunk) is MegatronDDP
+            assert chunk.module is inside.module
+            buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
+            storage = {b.grad_data.untyped_storage().data_ptr() for b in buffers}
+            for param in chunk.parameters():
+                assert param.main_grad.untyped_storage().data_ptr() in storage
+        try:
+            optimizer.step()
+        except StateError as error:
+            assert "a row that a step has used" in str(error)
+        else:
+            raise AssertionError("gradients were used twice")
+
+    return train(flags, base=base), train(flags, base=base, ddp=False, probe=probe)
+
+
+def adopting_refuses(flags: list[str]) -> str:
+    """What is said of flags that Megatron's own DDP does not go with."""
+    try:
+        train(flags, ddp=False)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def fp16(flags: list[str]) -> tuple[Run, Run]:

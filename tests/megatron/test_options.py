@@ -11,6 +11,10 @@ from tests.megatron.runs import last_stage
 needs.megatron()
 
 SHORT = ["--train-iters", "6"]
+MOE = (
+    "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none "
+    "--disable-bias-linear"
+)
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"]
 
 
@@ -60,6 +64,32 @@ def test_layers_that_accumulate_their_own_weight_gradients() -> None:
     for plain, fused, calls in run("fused", 2, [*SHORT, "--muon-fp32-matmul-prec", "high"]):
         assert calls > 40
         assert fused.losses == pytest.approx(plain.losses, abs=1e-5, rel=0)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(f"--bf16 --expert-model-parallel-size 2 {MOE}", id="ep2"),
+        pytest.param("--pipeline-model-parallel-size 2 --calculate-per-token-loss", id="pp2"),
+        pytest.param("--tensor-model-parallel-size 2 --swiglu --optimizer adam", id="tp2"),
+    ],
+)
+def test_megatrons_own_ddp_can_stay(flags: str) -> None:
+    """Bitwise: on two ranks a sum has one order, and halving is exact."""
+    for ours, adopted in run("adopted", 2, [*SHORT, *flags.split()]):
+        assert adopted.losses == ours.losses
+        assert adopted.norms == ours.norms
+        assert adopted.zeros == ours.zeros
+        for name, weight in ours.weights.items():
+            assert torch.equal(adopted.weights[name], weight), name
+
+
+def test_megatrons_own_ddp_goes_with_nothing_else() -> None:
+    flags = "--fp16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    [message] = run("adopting_refuses", 1, ["--optimizer", "adam", *flags.split()])
+    assert "install(ddp=False)" in message
+    for flag in flags.split():
+        assert f"drop {flag}" in message
 
 
 def test_fp16_skips_the_same_steps_as_megatron_and_trains_alike() -> None:

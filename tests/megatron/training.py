@@ -48,6 +48,7 @@ def train(
     flags: Iterable[str] = (),
     *,
     ours: bool = True,
+    ddp: bool = True,
     base: Sequence[str] = BASE,
     without: Sequence[str] = (),
     probe: Probe | None = None,
@@ -60,6 +61,7 @@ def train(
         flags: command-line arguments after `base`; the last of a name wins.
         base: what stands before them.
         ours: whether `install()` is called first.
+        ddp: whether with our DDP.
         without: what is left out of them.
         probe: called with model and optimizer after each step.
         around: called with model, optimizer and its step, in place of that step.
@@ -69,7 +71,7 @@ def train(
     argv = sys.argv
     sys.argv = ["pretrain", *(flag for flag in (*base, *flags) if flag not in without)]
     if ours:
-        megatron_lw.install()
+        megatron_lw.install(ddp=ddp)
     try:
         with _watched(run, probe, around):
             args = parse_and_validate_args()

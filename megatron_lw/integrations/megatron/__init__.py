@@ -6,6 +6,7 @@ megatron_lw.install()  # before pretrain(...)
 
 from __future__ import annotations
 
+from megatron_lw.integrations.megatron.adopt import adopt_megatron_ddp
 from megatron_lw.integrations.megatron.api import get_megatron_optimizer, wrap_model_chunks
 from megatron_lw.integrations.megatron.ddp import DistributedDataParallel
 from megatron_lw.integrations.megatron.groups import parallel_groups
@@ -15,6 +16,7 @@ from megatron_lw.integrations.megatron.optimizer import MegatronOptimizer
 __all__ = [
     "DistributedDataParallel",
     "MegatronOptimizer",
+    "adopt_megatron_ddp",
     "get_megatron_optimizer",
     "install",
     "parallel_groups",

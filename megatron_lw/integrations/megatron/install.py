@@ -16,7 +16,7 @@ from megatron.training.models import dist_utils
 from torch import nn
 
 from megatron_lw.errors import ConfigError
-from megatron_lw.integrations.megatron import api
+from megatron_lw.integrations.megatron import adopt, api
 
 
 class Replacement:
@@ -37,15 +37,18 @@ class Replacement:
         return self._ours(*args, **kwargs)
 
 
-def install() -> None:
+def install(*, ddp: bool = True) -> None:
     """Make `megatron.training` wrap models in our DDP and step them with our optimizer.
 
-    Call it before `pretrain`. A second call does nothing.
+    Call it before `pretrain`. A further call replaces what an earlier one has installed.
+
+    Args:
+        ddp: False keeps Megatron's own DDP with all-reduced gradients, see `adopt_megatron_ddp`:
+            synchronous, BF16 and FP32.
     """
-    for module, name, ours in _REPLACED:
-        theirs = getattr(module, name)
-        if not isinstance(theirs, Replacement):
-            setattr(module, name, Replacement(ours, theirs))
+    uninstall()
+    for module, name, ours in _REPLACED if ddp else (_ADOPTING,):
+        setattr(module, name, Replacement(ours, getattr(module, name)))
 
 
 def uninstall() -> None:
@@ -104,3 +107,4 @@ _REPLACED: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
     (training, "get_megatron_optimizer", api.get_megatron_optimizer),
     (dist_utils, "_ddp_wrap", _wrap_in_builder),
 )
+_ADOPTING = (training, "get_megatron_optimizer", adopt.adopt_megatron_ddp)

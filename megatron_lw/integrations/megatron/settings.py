@@ -168,15 +168,16 @@ def _values(given: Any, ours: type[Any]) -> dict[str, Any]:
         value = getattr(given, field.name)
         if field.name in known:
             values[field.name] = value
-        elif field.init and value != _default(field):
+        elif field.init and value != default_of(field):
             raise ConfigError(
                 f"{type(given).__name__}.{field.name}={value!r} is unknown to this version of "
-                f"megatron_lw, written for megatron-core 0.19.2; leave it at {_default(field)!r}"
+                f"megatron_lw, written for megatron-core 0.19.2; leave it at {default_of(field)!r}"
             )
     return values
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default of a dataclass field, made anew where the class makes it."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default

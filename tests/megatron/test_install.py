@@ -1,0 +1,32 @@
+"""`install` and `uninstall`, and the models that are refused with the flag to change."""
+
+from __future__ import annotations
+
+from tests.megatron import launch, needs
+
+needs.megatron()
+
+
+def test_what_is_replaced_is_put_back() -> None:
+    [found] = launch.on_ranks(1, "install_cases", "replaced")
+    assert found == {
+        "before": [],
+        "install()": ["wrap_model_chunks_with_ddp", "get_megatron_optimizer", "_ddp_wrap"],
+        "install(ddp=False)": ["get_megatron_optimizer"],
+        "uninstall()": [],
+    }
+
+
+def test_models_that_cannot_be_adopted_are_refused_with_the_flag_to_change() -> None:
+    [found] = launch.on_ranks(1, "install_cases", "refused")
+    flags = {
+        "wrapped by another": "call install() before the model is built",
+        "nothing": "model_chunks is empty",
+        "FSDP": "--use-megatron-fsdp",
+        "FSDP of the builder": "--use-torch-fsdp2",
+        "conditional embedder": "has_cond_embedder=True",
+        "divided again": "--gtp-weight-remat-size",
+        "adopted, not wrapped": "drop --use-megatron-fsdp",
+    }
+    assert {name: text for name, text in found.items() if flags[name] not in text} == {}
+    assert found.keys() == flags.keys()
