@@ -1,4 +1,4 @@
-"""The gradient norm against one computed from whole gradients; imported on ranks only."""
+"""Gradient norm and zero count against those computed from whole gradients; imported on ranks only."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.distributed import distributed_c10d
 
 from megatron_lw.distributed.collectives import all_gather_rows
 from tests.megatron.training import train
+
+Counted = tuple[float, int, int]
 
 
 def _whole_gradients(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -33,8 +35,8 @@ def _place(param: Any) -> int:
     return parallel_state.get_expert_tensor_parallel_rank()
 
 
-def _one_process_norm(model: Any, optimizer: Any) -> tuple[float, int]:
-    """The norm of all parts of all parameters, each once, and the number of parts.
+def _one_process(model: Any) -> Counted:
+    """Norm and zeros of all parts of all parameters, each once, and the number of parts.
 
     Copies of a part must be equal: replicas, and the two ends of a tied embedding.
     """
@@ -52,7 +54,8 @@ def _one_process_norm(model: Any, optimizer: Any) -> tuple[float, int]:
     for key, grad in (entry for entries in gathered for entry in entries):
         torch.testing.assert_close(parts.setdefault(key, grad), grad, msg=f"copies of {key}")
     total = sum(float(grad.double().square().sum()) for grad in parts.values())
-    return total**0.5, len(parts)
+    zeros = sum(int((grad == 0).sum()) for grad in parts.values())
+    return total**0.5, zeros, len(parts)
 
 
 @contextmanager
@@ -71,18 +74,14 @@ def _no_default_group() -> Iterator[None]:
         module._get_default_group = original
 
 
-def norms(flags: list[str]) -> list[tuple[float, float, int]]:
-    """For each step: our norm, that of one process, and the number of parts it is made of."""
-    expected: list[tuple[float, int]] = []
+def statistics(flags: list[str]) -> list[tuple[tuple[float | None, int | None], Counted]]:
+    """For each step: our norm and zero count, and what one process finds."""
+    expected: list[Counted] = []
 
     def around(model: Any, optimizer: Any, step: Any) -> Any:
-        expected.append(_one_process_norm(model, optimizer))
+        expected.append(_one_process(model))
         with _no_default_group():
             return step()
 
     run = train([*flags, "--train-iters", "2"], around=around)
-    return [
-        (norm, whole, parts)
-        for norm, (whole, parts) in zip(run.norms, expected, strict=True)
-        if norm is not None
-    ]
+    return list(zip(zip(run.norms, run.zeros, strict=True), expected, strict=True))
