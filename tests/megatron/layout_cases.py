@@ -34,14 +34,24 @@ def _cut(whole: torch.Tensor, start: tuple[int, ...], shape: tuple[int, ...]) ->
     return whole[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
 
 
+def _place(param: Any) -> tuple[int, int]:
+    """Rank and size of the tensor parallelism that divides a parameter."""
+    if getattr(param, "allreduce", True):
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        return rank, parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_expert_tensor_parallel_rank()
+    return rank, parallel_state.get_expert_tensor_parallel_world_size()
+
+
 def _initialise(chunk: Any) -> None:
     """Matrices that are the same whole in every layout, cut as Megatron's own initialisers cut."""
-    rank = parallel_state.get_tensor_model_parallel_rank()
     for name, param in chunk.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.zeros_(param)  # Megatron's router draws its own
         if param.dim() != 2:
             continue
         parallel = getattr(param, "tensor_model_parallel", False)
-        size = parallel_state.get_tensor_model_parallel_world_size() if parallel else 1
+        rank, size = _place(param) if parallel else (0, 1)
         dim, stride = (param.partition_dim, param.partition_stride) if parallel else (0, 1)
         shape = list(param.shape)
         shape[dim] *= size
@@ -50,7 +60,7 @@ def _initialise(chunk: Any) -> None:
         )
         cuts = (0.02 * values).split(param.shape[dim] // stride, dim)
         with torch.no_grad():
-            param.copy_(torch.cat(cuts[rank % size :: size], dim))
+            param.copy_(torch.cat(cuts[rank::size], dim))
 
 
 def parts_in(layouts: list[list[str]]) -> list[tuple[Run, list[Part]]]:

@@ -1,4 +1,4 @@
-"""Gradient norm and zero count against those computed from whole gradients; imported on ranks only."""
+"""Gradient norm and zero count against those of whole gradients; imported on ranks only."""
 
 from __future__ import annotations
 

@@ -14,6 +14,12 @@ FP32 = "--muon-fp32-matmul-prec high --train-iters 4 --hidden-dropout 0 --attent
 TP2 = "--tensor-model-parallel-size 2"
 GATED = "--swiglu --group-query-attention --num-query-groups 2"
 
+MOE = (
+    "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none "
+    "--expert-model-parallel-size 2"
+)
+WHOLE_EXPERTS = f"{TP2} --sequence-parallel --expert-tensor-parallel-size 1"
+
 Found = list[list[tuple[Run, list[Part]]]]
 
 
@@ -39,6 +45,35 @@ def test_gated_and_fused_weights_are_the_same_whole_weights_under_tensor_paralle
     assert len(shards[0]) == 2
     as_they_lie = torch.cat([torch.cat(parts) for parts in shards])
     assert (as_they_lie - plain[gated]).abs().max() > 1e-2
+
+
+def test_a_divided_sequence_changes_nothing() -> None:
+    """Sequence parallelism and context parallelism, beside data parallelism."""
+    found = in_layouts("", f"{TP2} --sequence-parallel", "--context-parallel-size 2")
+    plain, *divided = (assembled(part for r in found for part in r[i][1]) for i in range(3))
+    for number, weights in enumerate(divided, start=1):
+        whole, run = found[0][0][0], found[0][number][0]
+        assert run.losses == pytest.approx(whole.losses, abs=1e-5, rel=0)
+        assert run.norms == pytest.approx(whole.norms, rel=1e-5)
+        for name, weight in plain.items():
+            torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=0, msg=name)
+
+
+def test_experts_with_biases_are_the_same_under_tensor_parallelism() -> None:
+    """Each on one rank of a data-parallel pair, or of a tensor-parallel one.
+
+    In the second, Megatron itself would sum the gradients of the second biases over that pair: of
+    experts 0 and 2, say.
+    """
+    found = in_layouts(MOE, f"{MOE} {WHOLE_EXPERTS}")
+    for one, two in found:
+        assert two[0].losses == pytest.approx(one[0].losses, abs=1e-5, rel=0)
+        assert two[0].norms == pytest.approx(one[0].norms, rel=1e-4)
+    plain, divided = (assembled(part for r in found for part in r[i][1]) for i in range(2))
+    biases = [name for name in plain if "experts" in name and name.endswith("fc2.bias")]
+    assert len(biases) == 8
+    for name in plain:
+        torch.testing.assert_close(divided[name], plain[name], atol=1e-5, rtol=0, msg=name)
 
 
 def test_a_split_of_fused_attention_is_another_update() -> None:

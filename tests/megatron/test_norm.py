@@ -19,8 +19,11 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "tp2": (2, f"{UNSEEN} --tensor-model-parallel-size 2"),
     "pp2_tied": (2, "--pipeline-model-parallel-size 2"),
     "ep2_with_biases": (2, f"{UNSEEN} {MOE} --expert-model-parallel-size 2"),
-    # Megatron trains experts under tensor parallelism with sequence parallelism only, which its
-    # modules do not have on CPU; so the dense part is not divided here.
+    "tp2_whole_experts_with_biases": (
+        2,
+        f"{UNSEEN} {MOE} --tensor-model-parallel-size 2 --sequence-parallel "
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    ),
     "expert_tp2": (2, f"{UNSEEN} {MOE} --expert-tensor-parallel-size 2 --disable-bias-linear"),
 }
 

@@ -21,6 +21,7 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron_lw.integrations import megatron as megatron_lw
+from tests.megatron import stand_ins
 from tests.megatron.runs import Run
 
 dataset_utils.compile_helpers = lambda: None  # the wheel ships them built
@@ -73,7 +74,7 @@ def train(
     if ours:
         megatron_lw.install(ddp=ddp)
     try:
-        with _watched(run, probe, around):
+        with _watched(run, probe, around), stand_ins.installed():
             args = parse_and_validate_args()
             model_config = gpt_config_from_args(args)
             if prepare is not None:
@@ -153,6 +154,8 @@ _datasets.is_distributed = True  # type: ignore[attr-defined]
 
 def _forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     batch = next(data)
+    for key in ("tokens", "position_ids", "labels", "loss_mask"):
+        batch[key] = stand_ins.part_of_sequence(batch[key])
     output = model(
         batch["tokens"],
         batch["position_ids"],

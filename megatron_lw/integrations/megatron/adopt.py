@@ -26,7 +26,7 @@ from megatron_lw.integrations.megatron import settings
 from megatron_lw.integrations.megatron.groups import parallel_groups
 from megatron_lw.integrations.megatron.names import name_map
 from megatron_lw.integrations.megatron.optimizer import MegatronOptimizer
-from megatron_lw.integrations.megatron.tags import tag_qkv
+from megatron_lw.integrations.megatron.tags import complete_tags
 from megatron_lw.optimizer.api import build_optimizer
 from megatron_lw.optimizer.describe import bind_main_grad
 from megatron_lw.optimizer.names import NameMap
@@ -135,7 +135,7 @@ def adopt_megatron_ddp(
     chunks = []
     for index, wrapped in enumerate(model_chunks):
         chunk: Any = wrapped
-        tag_qkv(chunk, chunk.config, groups.tp.size)
+        complete_tags(chunk, chunk.config, groups.tp.size)
         names = name_map(chunk.module, index, groups.pp.rank, given.dp_cp)
         chunks.append(AdoptedChunk(chunk, groups, names))
     ours = settings.optimizer_config(

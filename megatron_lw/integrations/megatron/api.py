@@ -15,7 +15,7 @@ from megatron_lw.integrations.megatron.ddp import DistributedDataParallel
 from megatron_lw.integrations.megatron.groups import parallel_groups
 from megatron_lw.integrations.megatron.names import name_map
 from megatron_lw.integrations.megatron.optimizer import MegatronOptimizer
-from megatron_lw.integrations.megatron.tags import tag_qkv
+from megatron_lw.integrations.megatron.tags import complete_tags
 from megatron_lw.optimizer.api import build_optimizer
 
 _ACROSS_STAGES = {
@@ -52,7 +52,7 @@ def wrap_model_chunks(
     num_parameters = sum(p.numel() for chunk in model_chunks for p in chunk.parameters())
     ours = settings.ddp_config(ddp_config, num_parameters=num_parameters)
     for chunk in model_chunks:
-        tag_qkv(chunk, config, groups.tp.size)
+        complete_tags(chunk, config, groups.tp.size)
     return [
         DistributedDataParallel(
             chunk, groups, config, ours, name_map(chunk, index, groups.pp.rank, given.dp_cp)

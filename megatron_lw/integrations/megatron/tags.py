@@ -1,7 +1,7 @@
-"""Facts that Megatron's own optimizer finds out by name, put where `describe` reads them.
+"""What Megatron's layers leave unsaid of their parameters, or say wrongly, before `describe` reads.
 
-Its layers say how tensor parallelism divides a weight. That a weight fuses query, key and value is
-found by its optimizer, which ours replaces.
+They say how tensor parallelism divides a weight. That it fuses query, key and value is found by
+Megatron's optimizer, which ours replaces.
 """
 
 from __future__ import annotations
@@ -11,6 +11,18 @@ from typing import Any
 from torch import nn
 
 _QKV = "linear_qkv.weight"
+
+
+def complete_tags(chunk: nn.Module, config: Any, tensor_parallel: int) -> None:
+    """Say of the parameters of a chunk what `describe` must know; see the two functions below.
+
+    Args:
+        chunk: a model chunk, before it is wrapped.
+        config: Megatron's model configuration.
+        tensor_parallel: ranks that divide the rows of a dense weight.
+    """
+    tag_qkv(chunk, config, tensor_parallel)
+    clear_contradictions(chunk)
 
 
 def tag_qkv(chunk: nn.Module, config: Any, tensor_parallel: int) -> None:
@@ -33,6 +45,23 @@ def tag_qkv(chunk: nn.Module, config: Any, tensor_parallel: int) -> None:
             weight: Any = param
             weight.is_qkv = True
             weight.qkv_split_shapes = sizes
+
+
+def clear_contradictions(chunk: nn.Module) -> None:
+    """Drop `sequence_parallel` from the parameters of experts.
+
+    Megatron's row-parallel layers tag every bias with it. An expert sees all of its tokens, and
+    Megatron has biases in experts only where tensor parallelism does not divide those: their
+    gradients are whole. Summed over tensor-parallel ranks, as the tag has them, gradients of
+    different experts would be added up.
+
+    Args:
+        chunk: a model chunk, before it is wrapped.
+    """
+    for param in chunk.parameters():
+        if not getattr(param, "allreduce", True) and getattr(param, "sequence_parallel", False):
+            weight: Any = param
+            weight.sequence_parallel = False
 
 
 def qkv_rows(config: Any) -> list[int]:

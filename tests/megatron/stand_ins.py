@@ -1,0 +1,87 @@
+"""Two modules that Megatron has on GPUs only, in plain torch, so that its loop runs on the CPU.
+
+Its norms under sequence parallelism come from Apex or Transformer Engine, its attention under
+context parallelism from Transformer Engine. Everything around them is Megatron's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Megatron's local modules divide the sequence."""
+    theirs: Any = LocalSpecProvider
+    norm: Any = WrappedTorchNorm
+    attention, make_norm = theirs.core_attention, norm.__new__
+    theirs.core_attention = lambda self: _GatheringAttention
+    norm.__new__ = _sequence_parallel_norm(make_norm)
+    try:
+        yield
+    finally:
+        theirs.core_attention, norm.__new__ = attention, make_norm
+
+
+def part_of_sequence(whole: torch.Tensor) -> torch.Tensor:
+    """This context-parallel rank's part of a batch [samples, tokens]."""
+    size = parallel_state.get_context_parallel_world_size()
+    return whole.chunk(size, dim=1)[parallel_state.get_context_parallel_rank()].contiguous()
+
+
+def _sequence_parallel_norm(make: Any) -> Any:
+    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        module: torch.nn.Module = make(cls, plain, *args, **kwargs)
+        for param in module.parameters():
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return module
+
+    return new
+
+
+class _GatheringAttention(DotProductAttention):  # type: ignore[misc]
+    """Attention of this rank's queries to the keys and values of all context-parallel ranks."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        plain = copy.copy(config)
+        plain.context_parallel_size = 1
+        super().__init__(plain, *args, **kwargs)
+
+    def forward(
+        self, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        start = parallel_state.get_context_parallel_rank() * query.size(0)
+        key, value = _Gather.apply(key), _Gather.apply(value)
+        places = torch.arange(start, start + query.size(0))[:, None]
+        later = torch.arange(key.size(0))[None, :] > places
+        return super().forward(query, key, value, later[None, None], *args, **kwargs)
+
+
+class _Gather(torch.autograd.Function):
+    """All parts of the sequence [tokens, ...], each rank's gradient from all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
+        group = parallel_state.get_context_parallel_group()
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        group = parallel_state.get_context_parallel_group()
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total.chunk(group.size())[group.rank()]
