@@ -13,6 +13,7 @@ from megatron_lw.fp8.runs import Run
 # Elements that are worked on at a time: what a core's cache holds, what keeps a GPU busy.
 _CHUNK_CPU = 1 << 18
 _CHUNK_GPU = 1 << 26
+_SHORT = 128
 
 
 def chunks(block: torch.Tensor, high: int, wide: int = 0) -> Sequence[torch.Tensor]:
@@ -54,7 +55,12 @@ def reduce_blocks(bits: torch.Tensor, high: int, wide: int) -> torch.Tensor:
     rows, cols = bits.shape
     if high > 1:
         bits = bits.view(rows // high, high, cols).amax(1)
-    return bits.view(-1, cols // wide, wide).amax(2) if wide > 1 else bits
+    if wide == 1:
+        return bits
+    blocks = bits.view(-1, cols // wide, wide)
+    if bits.device.type == "cpu" and wide <= _SHORT:
+        return blocks.int().amax(2).to(bits.dtype)  # maxima of a few int16 are slow there
+    return blocks.amax(2)
 
 
 def scale_blocks(rows: torch.Tensor, grid: torch.Tensor, high: int, wide: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from megatron_lw.fp8.planes import PlaneLayout, Planes, row_scale_shape
 from megatron_lw.fp8.recipe import MX_BLOCK, Recipe
 from megatron_lw.fp8.runs import Run, blocks_of, plan_runs, whole_parts
 
+_LARGE = 1 << 17
 Plane = Literal["row", "col"]
 History = Literal["advance", "keep", "replace", "restart"]
 """What becomes of maxima of past updates: the values are a further update, the same again, others
@@ -183,7 +184,7 @@ def derive_columns(planes: Planes) -> None:
         begin, end = layout.data[first], layout.data[first + count]
         data = planes.row_data[begin:end].view(count, rows, cols)
         if recipe.columns_transposed:
-            planes.col_data[begin:end].view(count, cols, rows).copy_(data.transpose(1, 2))
+            _transpose(data, planes.col_data[begin:end].view(count, cols, rows))
         else:
             _columns_of_rows(planes, first, count)
     if recipe.columns_transposed:
@@ -239,16 +240,23 @@ def _quantise_mxfp8(values: torch.Tensor, run: Run, planes: Planes) -> None:
         high, wide = rows.shape
         size = rows.numel()
         bits = rules.magnitudes(rows)
-        for scales, place, tall, broad, out in (
-            (planes.row_scale, row, 1, MX_BLOCK, planes.row_data),
-            (planes.col_scale, col, MX_BLOCK, 1, planes.col_data),
+        both = ((1, MX_BLOCK), (MX_BLOCK, 1))[: 1 if planes.recipe.derive_columns else 2]
+        maxima = [reduce_blocks(bits, tall, broad).view(-1) for tall, broad in both]
+        codes = rules.exponent_codes(rules.largest(torch.cat(maxima)))
+        factors = rules.code_multipliers(codes).split(size // MX_BLOCK)
+        for (tall, broad), part, factor, scales, place, out in zip(
+            both,
+            codes.split(size // MX_BLOCK),
+            factors,
+            (planes.row_scale, planes.col_scale),
+            (row, col),
+            (planes.row_data, planes.col_data),
+            strict=False,
         ):
-            if tall > 1 and planes.recipe.derive_columns:
-                continue
-            codes = rules.exponent_codes(rules.largest(reduce_blocks(bits, tall, broad)))
-            scales[place : place + codes.numel()].copy_(codes.view(-1))
+            scales[place : place + part.numel()].copy_(part)
+            grid = factor.view(high // tall, wide // broad)
             target = out[data : data + size].view(high, wide)
-            _cast(rows, rules.code_multipliers(codes), tall, broad, planes.recipe, target)
+            _cast(rows, grid, tall, broad, planes.recipe, target)
         data, row, col = data + size, row + size // MX_BLOCK, col + size // MX_BLOCK
 
 
@@ -271,6 +279,15 @@ def _columns_of_rows(planes: Planes, first: int, count: int) -> None:
         target = planes.col_data[data : data + part.numel()].view(part.shape)
         _cast(numbers, rules.code_multipliers(made), MX_BLOCK, 1, planes.recipe, target)
         data, place = data + part.numel(), place + made.numel()
+
+
+def _transpose(data: torch.Tensor, out: torch.Tensor) -> None:
+    """Transpose matrices `[count, rows, cols]`, each by itself if large: torch has a way for one."""
+    if data[0].numel() < _LARGE:
+        out.copy_(data.transpose(1, 2))
+        return
+    for matrix, target in zip(data, out, strict=True):
+        target.copy_(matrix.t())
 
 
 def _transpose_scales(planes: Planes) -> None:

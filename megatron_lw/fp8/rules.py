@@ -18,10 +18,22 @@ from __future__ import annotations
 import torch
 
 E4M3_MAX = 448.0
+_SIGNED_NAN = 0xFF
+_POWER_M127 = 0x00400000  # the bits of 2^-127, a subnormal
 _INT_OF = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 # Bits without the sign; what lifts the smallest NaN to just beyond the largest integer.
 _MAGNITUDE = {torch.bfloat16: 0x7FFF, torch.float32: 0x7FFFFFFF}
 _LIFT = {torch.bfloat16: 0x007F, torch.float32: 0x007FFFFF}
+
+
+def _saturates(dtype: torch.dtype) -> bool:
+    """Whether a cast to E4M3 on the CPU saturates, as it does from torch 2.13 on."""
+    large = torch.tensor([449, 464, 465, 480, 1e4, torch.finfo(dtype).max, torch.inf], dtype=dtype)
+    data = torch.cat([large, -large]).to(torch.float8_e4m3fn).view(torch.uint8)
+    return data.tolist() == [0x7E] * len(large) + [0xFE] * len(large)
+
+
+_CPU_SATURATES = _saturates(torch.bfloat16) and _saturates(torch.float32)
 
 
 def magnitudes(values: torch.Tensor) -> torch.Tensor:
@@ -53,31 +65,26 @@ def exponent_codes(amax: torch.Tensor) -> torch.Tensor:
     Returns:
         uint8 of the same shape.
     """
-    scale = amax * torch.tensor(1.0 / E4M3_MAX, dtype=torch.float32, device=amax.device)
-    bits = scale.view(torch.int32)
-    exponent = bits >> 23
-    mantissa = bits & 0x7FFFFF
+    bits = (amax * (1.0 / E4M3_MAX)).view(torch.int32)
     # A subnormal up to 2^-127 itself rounds up to code 0, one beyond to code 1.
-    up = (mantissa > 0) & ((exponent > 0) | (mantissa > 0x400000))
-    return (exponent + up.int()).clamp_max_(254).to(torch.uint8)
-
-
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """fp32 2^(exponent - 127) for int32 exponents 0 to 254."""
-    return torch.where(exponent == 0, 0x00400000, exponent << 23).view(torch.float32)
+    bits = bits * (bits > _POWER_M127)
+    return bits.add_(0x7FFFFF).bitwise_right_shift_(23).clamp_max_(254).to(torch.uint8)
 
 
 def code_multipliers(codes: torch.Tensor) -> torch.Tensor:
     """fp32 2^(127 - code): what values are multiplied with before the cast. NaN for code 255."""
-    exponent = codes.int()
-    power = _power_of_two((254 - exponent).clamp_min_(0))
-    return power.masked_fill_(exponent == 255, torch.nan)
+    return _powers(codes.int().neg_().add_(254), codes)
 
 
 def code_values(codes: torch.Tensor) -> torch.Tensor:
     """fp32 2^(code - 127): what bytes are multiplied with after the cast. NaN for code 255."""
-    exponent = codes.int()
-    return _power_of_two(exponent.clamp_max(254)).masked_fill_(exponent == 255, torch.nan)
+    return _powers(codes.int(), codes)
+
+
+def _powers(exponent: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """fp32 2^(exponent - 127) for int32 exponents 0 to 254, which are overwritten."""
+    powers = exponent.bitwise_left_shift_(23).clamp_min_(_POWER_M127).view(torch.float32)
+    return powers.masked_fill_(codes == 255, torch.nan)
 
 
 def fp32_scales(
@@ -109,12 +116,17 @@ def cast(scaled: torch.Tensor, out: torch.Tensor) -> None:
         scaled: bf16 or fp32; changed.
         out: uint8 of the same shape; contiguous or not.
     """
-    scaled.clamp_(-E4M3_MAX, E4M3_MAX)  # torch before 2.13 does not saturate
-    made = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-    # torch gives NaN a sign, 0xFF. It alone wraps to 0 here; such arithmetic on bytes is several
-    # times as fast as a comparison and a mask.
-    is_nan = (made + 1).clamp_max_(1).sub_(1)
-    torch.bitwise_xor(made, is_nan.bitwise_and_(0x80), out=out)
+    on_cpu = scaled.device.type == "cpu"
+    if not (on_cpu and _CPU_SATURATES):
+        scaled.clamp_(-E4M3_MAX, E4M3_MAX)
+    out.view(torch.float8_e4m3fn).copy_(scaled)
+    # torch may give NaN a sign, 0xFF. To look for one is cheap where nothing is waited for.
+    if on_cpu and (not out.numel() or int(out.amax()) < _SIGNED_NAN):
+        return
+    # It alone wraps to 0 here; such arithmetic on bytes is several times as fast as a comparison
+    # and a mask.
+    is_nan = (out + 1).clamp_max_(1).sub_(1)
+    out.bitwise_xor_(is_nan.bitwise_and_(0x80))
 
 
 def numbers(data: torch.Tensor) -> torch.Tensor:
