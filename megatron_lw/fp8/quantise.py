@@ -282,7 +282,7 @@ def _columns_of_rows(planes: Planes, first: int, count: int) -> None:
 
 
 def _transpose(data: torch.Tensor, out: torch.Tensor) -> None:
-    """Transpose matrices `[count, rows, cols]`; large ones one by one, for which torch is faster."""
+    """Transpose matrices `[count, rows, cols]`; large ones one by one, which torch does faster."""
     if data[0].numel() < _LARGE:
         out.copy_(data.transpose(1, 2))
         return
