@@ -23,6 +23,7 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron_lw.integrations import megatron as megatron_lw
 from tests.megatron import stand_ins
 from tests.megatron.runs import Run
+from tests.megatron.saving import writers
 
 dataset_utils.compile_helpers = lambda: None  # the wheel ships them built
 
@@ -74,7 +75,8 @@ def train(
     if ours:
         megatron_lw.install(ddp=ddp)
     try:
-        with _watched(run, probe, around), stand_ins.installed():
+        saving = writers(beside_training="--async-save" in sys.argv)
+        with _watched(run, probe, around), stand_ins.installed(), saving:
             args = parse_and_validate_args()
             model_config = gpt_config_from_args(args)
             if prepare is not None:

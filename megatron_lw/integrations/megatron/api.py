@@ -30,6 +30,8 @@ def wrap_model_chunks(
     config: Any,
     ddp_config: Any,
     pg_collection: ProcessGroupCollection | None = None,
+    *,
+    scalars_apart: bool = False,
 ) -> list[DistributedDataParallel]:
     """Wrap the chunks of a Megatron model, half-precision wrappers included, in our DDP.
 
@@ -38,6 +40,7 @@ def wrap_model_chunks(
         config: Megatron's model configuration.
         ddp_config: Megatron's `DistributedDataParallelConfig`; it is not changed.
         pg_collection: Megatron's groups; those of `parallel_state` if None.
+        scalars_apart: see `DistributedDataParallel`.
 
     Collective: see `parallel_groups`; every rank calls it.
 
@@ -55,7 +58,12 @@ def wrap_model_chunks(
         complete_tags(chunk, config, groups.tp.size)
     return [
         DistributedDataParallel(
-            chunk, groups, config, ours, name_map(chunk, index, groups.pp.rank, given.dp_cp)
+            chunk,
+            groups,
+            config,
+            ours,
+            name_map(chunk, index, groups.pp.rank, given.dp_cp),
+            scalars_apart=scalars_apart,
         )
         for index, chunk in enumerate(model_chunks)
     ]

@@ -38,11 +38,14 @@ class DistributedDataParallel(ddp.DistributedDataParallel, MegatronDDP):  # type
         config: Megatron's model configuration, or one with the same fields.
         ddp_config: buckets and dtypes.
         names: local to global parameter names.
+        scalars_apart: whether Megatron, wrapping it in its own, would give what its layer-wise
+            optimizer does not take to a DistributedOptimizer, which names masters otherwise.
 
     Attributes:
         config: Megatron's model configuration.
         force_all_reduce: whether the next `finish_grad_sync` leaves whole gradients on every rank.
         overlap_param_gather_with_optimizer_step: always False.
+        scalars_apart: as given; only names in checkpoints follow from it.
     """
 
     def __init__(
@@ -52,9 +55,12 @@ class DistributedDataParallel(ddp.DistributedDataParallel, MegatronDDP):  # type
         config: Any,
         ddp_config: DDPConfig,
         names: NameMap,
+        *,
+        scalars_apart: bool = False,
     ) -> None:
         super().__init__(module, groups, ddp_config, names=names)
         self.config = config
+        self.scalars_apart = scalars_apart
         self.force_all_reduce = False
         self.overlap_param_gather_with_optimizer_step = False
         self._gathered_grads = False

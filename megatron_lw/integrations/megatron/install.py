@@ -11,12 +11,13 @@ from types import ModuleType
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel as MegatronDDP
-from megatron.training import training
+from megatron.training import checkpointing, training
 from megatron.training.models import dist_utils
 from torch import nn
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.integrations.megatron import adopt, api
+from megatron_lw.integrations.megatron.checkpoint import DIRECTORY
 
 
 class Replacement:
@@ -66,12 +67,17 @@ def _wrap_in_training(
     *,
     DP: type[nn.Module] = MegatronDDP,
     pg_collection: Any = None,
+    use_layer_wise_distributed_optimizer: bool = False,
+    use_layer_wise_param_layout: bool = True,
     **unused: Any,
 ) -> list[nn.Module]:
     """In place of `megatron.training.training.wrap_model_chunks_with_ddp`."""
     if DP is not MegatronDDP:
         _refuse(DP.__name__)
-    return list(api.wrap_model_chunks(model_chunks, config, ddp_config, pg_collection))
+    apart = use_layer_wise_distributed_optimizer and use_layer_wise_param_layout
+    return list(
+        api.wrap_model_chunks(model_chunks, config, ddp_config, pg_collection, scalars_apart=apart)
+    )
 
 
 def _wrap_in_builder(
@@ -95,6 +101,17 @@ def _wrap_in_builder(
     return list(chunks)
 
 
+def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    """Megatron's own; content metadata then say where the checkpoint is, for `load_targets`."""
+    theirs: Any = checkpointing._load_base_checkpoint
+    found = theirs.restores(*args, **kwargs)
+    state, directory, *_ = found
+    content = None if state is None else state.get("content_metadata")
+    if content is not None and kwargs.get("rank0"):
+        content[DIRECTORY] = str(directory)
+    return found
+
+
 def _refuse(wrapper: str) -> None:
     raise ConfigError(
         f"the model is to be wrapped in {wrapper}, which the layer-wise optimizer cannot adopt; "
@@ -106,5 +123,6 @@ _REPLACED: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
     (training, "wrap_model_chunks_with_ddp", _wrap_in_training),
     (training, "get_megatron_optimizer", api.get_megatron_optimizer),
     (dist_utils, "_ddp_wrap", _wrap_in_builder),
+    (checkpointing, "_load_base_checkpoint", _load_base_checkpoint),
 )
 _ADOPTING = (training, "get_megatron_optimizer", adopt.adopt_megatron_ddp)

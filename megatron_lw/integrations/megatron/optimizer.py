@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 
+from megatron_lw.distributed.agreement import attempt
 from megatron_lw.errors import StateError
+from megatron_lw.integrations.megatron.checkpoint import finish_load, load_targets, save_state
+from megatron_lw.integrations.megatron.ddp import DistributedDataParallel
 from megatron_lw.optimizer.children.base import ParamGroup
 from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer, StepResult
 
-_NO_CHECKPOINT = (
-    "checkpoints of the optimizer inside Megatron are not supported yet; pass --no-save-optim and "
-    "--no-load-optim, which keep the model's own"
+_ONE_FORMAT = (
+    "the optimizer is saved in sharded checkpoints only; pass --ckpt-format torch_dist, or keep "
+    "the model's own with --no-save-optim and --no-load-optim"
 )
 
 
@@ -123,35 +126,77 @@ class MegatronOptimizer(LayerWiseDistributedOptimizer):
             tensor.copy_(host)
         self._offloaded = []
 
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Mapping[str, Any],
+        is_loading: bool = False,
+        metadata: MutableMapping[str, Any] | None = None,
+    ) -> dict[Any, Any]:
+        """What Megatron's `torch_dist` format saves of the optimizer, or reads for it.
+
+        Args:
+            model_sharded_state_dict: that of the model, all chunks, in any nesting.
+            is_loading: whether it is to be read into; then `load_state_dict` takes it up.
+            metadata: Megatron's content metadata; a save notes in it which format it writes.
+
+        Collective: every rank calls it; see `save_state` and `load_targets`.
+
+        Raises:
+            CheckpointError: on every rank: model or checkpoint lacks a parameter of the optimizer.
+            StateError: on every rank: states are on the host, or a step failed half-way.
+        """
+        attempt(self._require_states_here, self.groups.control)
+        apart = self._scalars_apart(metadata or {})
+        if is_loading:
+            return load_targets(self, model_sharded_state_dict, metadata, apart=apart)
+        return save_state(self, model_sharded_state_dict, metadata, apart=apart)
+
+    def load_state_dict(self, state_dict: Mapping[Any, Any]) -> None:
+        """Take up what Megatron has read for `sharded_state_dict(..., is_loading=True)`.
+
+        Masters, states, step counts, settings of the parameter groups and the loss scale are those
+        of the checkpoint, and the weights are published from the masters.
+
+        Collective: every rank calls it; see `finish_load`.
+
+        Raises:
+            CheckpointError: on every rank: it was read for something else.
+        """
+        attempt(self._require_states_here, self.groups.control)
+        finish_load(self, state_dict)
+
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        """Refused until checkpoints inside Megatron are supported."""
+        """Refused: the state lies in rows on all ranks, not in one dictionary."""
         _refuse("state_dict()")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused until checkpoints inside Megatron are supported."""
-        _refuse("load_state_dict()")
-
-    def sharded_state_dict(
-        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
-    ) -> dict[str, Any]:
-        """Refused until checkpoints inside Megatron are supported."""
-        _refuse("sharded_state_dict()")
-
     def save_parameter_state(self, filename: str) -> None:
-        """Refused until checkpoints inside Megatron are supported."""
+        """Refused: only sharded checkpoints hold the optimizer."""
         _refuse("save_parameter_state()")
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Refused until checkpoints inside Megatron are supported."""
+        """Refused: only sharded checkpoints hold the optimizer."""
         _refuse("load_parameter_state()")
 
     def save_state_dict_to_file(self, filename: str) -> None:
-        """Refused until checkpoints inside Megatron are supported."""
+        """Refused: only sharded checkpoints hold the optimizer."""
         _refuse("save_state_dict_to_file()")
 
     def load_state_dict_from_file(self, filename: str) -> None:
-        """Refused until checkpoints inside Megatron are supported."""
+        """Refused: only sharded checkpoints hold the optimizer."""
         _refuse("load_state_dict_from_file()")
+
+    def _scalars_apart(self, metadata: Mapping[str, Any]) -> bool:
+        """Whether Megatron's DistributedOptimizer would step what no matrix child takes."""
+        distributed = "distrib_optim_sharding_type" in metadata
+        alone = self.config.optimizer in ("adam", "sgd")
+        chunks = cast("tuple[DistributedDataParallel, ...]", self.model_chunks)
+        return distributed and (alone or all(chunk.scalars_apart for chunk in chunks))
+
+    def _require_states_here(self) -> None:
+        if self._offloaded:
+            raise StateError(
+                "masters and states are offloaded; call restore_from_cpu() before a checkpoint"
+            )
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
         for publisher in self.runtime.publishers:
@@ -162,4 +207,4 @@ class MegatronOptimizer(LayerWiseDistributedOptimizer):
 
 
 def _refuse(what: str) -> NoReturn:
-    raise StateError(f"{what}: {_NO_CHECKPOINT}")
+    raise StateError(f"{what}: {_ONE_FORMAT}")
