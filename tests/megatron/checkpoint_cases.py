@@ -6,9 +6,8 @@ that not even Megatron's own optimizer draws the same ones after a load.
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +17,6 @@ from megatron.core.optimizer import DistributedOptimizer
 from megatron.training import checkpointing, get_args, training
 from megatron.training.models import dist_utils
 
-from megatron_lw.integrations.megatron.install import Replacement
 from tests.megatron.runs import Run
 from tests.megatron.training import BASE, train
 
@@ -81,11 +79,10 @@ def exchange(
 ) -> tuple[Run, Run, list[str], int]:
     """One optimizer saves and goes on, the other loads and goes on; what differs."""
     base = [flag for flag in BASE if flag not in without]
-    with _without_transformer_engine():
-        with _layout(laid_out):
-            whole = train([*flags, *_save(directory)], base=base, ours=ours_first)
-        with _layout(laid_out):
-            rest, again = _go_on(directory, flags, base=base, ours=not ours_first)
+    with _without_transformer_engine(), _layout(laid_out) as wrap:
+        whole = train([*flags, *_save(directory)], base=base, ours=ours_first, prepare=wrap)
+    with _without_transformer_engine(), _layout(laid_out) as wrap:
+        rest, again = _go_on(directory, flags, base=base, ours=not ours_first, wrap=wrap)
     is_fp32 = "--bf16" not in flags
     one, two = (_of_state(each, is_fp32=is_fp32) for each in (_saved(directory), again))
     return whole, rest, _differ(one, two), len(one)
@@ -157,7 +154,12 @@ def _differ(one: Tensors, two: Tensors) -> list[str]:
 
 
 def _go_on(
-    directory: str, flags: Sequence[str], *, base: Sequence[str] = BASE, ours: bool = True
+    directory: str,
+    flags: Sequence[str],
+    *,
+    base: Sequence[str] = BASE,
+    ours: bool = True,
+    wrap: Callable[[Any], None] | None = None,
 ) -> tuple[Run, Tensors]:
     """Load what was saved after three steps; the steps from there, and the same saved again."""
     again = f"{directory}-again"
@@ -169,7 +171,13 @@ def _go_on(
             checkpointing.save_checkpoint(3, model, optimizer, None, 0)
         return step()
 
-    rest = train([*flags, *_load(directory)], base=base, prepare=_garbage, ours=ours, around=around)
+    def prepare(chunk: Any) -> None:
+        _garbage(chunk)
+        if wrap is not None:
+            wrap(chunk)
+
+    loading = [*flags, *_load(directory)]
+    rest = train(loading, base=base, prepare=prepare, ours=ours, around=around)
     return rest, _saved(again)
 
 
@@ -190,14 +198,12 @@ def _masters_are_weights(optimizer: Any) -> Iterator[bool]:
 
 
 @contextmanager
-def _layout(laid_out: bool) -> Iterator[None]:
+def _layout(laid_out: bool) -> Iterator[Callable[[Any], None]]:
     """Megatron's layout for layer-wise optimizers, which its newer way to build a model leaves out.
 
-    Models come through `wrap_model_chunks_with_ddp` then, as in its `get_model`.
+    Models come through `wrap_model_chunks_with_ddp` then, as in its `get_model`. Yields what is to
+    be called with each chunk before it is wrapped.
     """
-    if not laid_out:
-        yield
-        return
     theirs = dist_utils._ddp_wrap
 
     def wrap(model: Any, random_init: bool, ddp_config: Any, *unused: Any, **groups: Any) -> Any:
@@ -209,10 +215,12 @@ def _layout(laid_out: bool) -> Iterator[None]:
             pg_collection=groups["pg_collection"],
         )
 
-    # `install` leaves alone what has been replaced already, until the next `uninstall`.
-    dist_utils._ddp_wrap = Replacement(functools.wraps(theirs)(wrap), theirs)
+    def prepare(chunk: Any) -> None:
+        if laid_out:
+            dist_utils._ddp_wrap = wrap
+
     try:
-        yield
+        yield prepare
     finally:
         dist_utils._ddp_wrap = theirs
 
@@ -221,11 +229,12 @@ def _layout(laid_out: bool) -> Iterator[None]:
 def _without_transformer_engine() -> Iterator[None]:
     """Let Megatron's DistributedOptimizer load before its first step.
 
-    With torch's AdamW it has no state by then and fails; and it looks for a step count in what it
-    has loaded, which is saved elsewhere.
+    With torch's AdamW it has no state by then and fails, it looks for a step count in what it has
+    loaded, which is saved elsewhere, and it gives all parameters one tensor to count steps in.
     """
     theirs: Any = DistributedOptimizer
-    describe, put = theirs.sharded_state_dict, theirs._set_main_param_and_optimizer_states
+    names = ("sharded_state_dict", "_set_main_param_and_optimizer_states", "load_state_dict")
+    describe, put, load = (getattr(theirs, name) for name in names)
 
     def described(self: Any, model: Any, is_loading: bool = False, **options: Any) -> Any:
         if is_loading and not self.optimizer.state:
@@ -235,8 +244,15 @@ def _without_transformer_engine() -> Iterator[None]:
     def filled(self: Any, param: Any, tensors: Any) -> Any:
         return put(self, param, {"step": None, **tensors})
 
-    theirs.sharded_state_dict, theirs._set_main_param_and_optimizer_states = described, filled
+    def loaded(self: Any, state: Any) -> None:
+        load(self, state)
+        for of_param in self.optimizer.state.values():
+            of_param["step"] = of_param["step"].clone()
+
+    for name, ours in zip(names, (described, filled, loaded), strict=True):
+        setattr(theirs, name, ours)
     try:
         yield
     finally:
-        theirs.sharded_state_dict, theirs._set_main_param_and_optimizer_states = describe, put
+        for name, before in zip(names, (describe, put, load), strict=True):
+            setattr(theirs, name, before)

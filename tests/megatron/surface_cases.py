@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel as MegatronDDP
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_lw.distributed.buffers import GradState, WeightState
-from megatron_lw.errors import StateError
+from megatron_lw.errors import CheckpointError, StateError
 from megatron_lw.integrations import megatron as megatron_lw
 from tests.megatron.training import train
 
@@ -59,6 +61,15 @@ def refuses(call: Callable[[], Any], text: str) -> None:
     try:
         call()
     except StateError as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"nothing was raised that says {text!r}")
+
+
+def refuses_checkpoint(call: Callable[[], Any], text: str) -> None:
+    try:
+        call()
+    except CheckpointError as error:
         assert text in str(error), error
     else:
         raise AssertionError(f"nothing was raised that says {text!r}")
@@ -333,6 +344,39 @@ def chunk_free_overlap_buffers(world: World) -> None:
     world.optimizer.check()
 
 
+def optimizer_sharded_state_dict(world: World) -> None:
+    metadata: dict[str, Any] = {"distrib_optim_sharding_type": "dp_reshardable"}
+    model = world.chunk.sharded_state_dict(metadata={"dp_cp_group": dist.group.WORLD})
+    found = world.optimizer.sharded_state_dict(model, metadata=metadata)
+    assert metadata["distrib_optim_sharding_type"] == "fully_reshardable"
+    written = [each.key for each in nested_values(found) if isinstance(each, ShardedTensor)]
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, written)
+    keys = [key for of_rank in gathered for key in of_rank]
+    assert keys.count("optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc1.weight") == 2
+    assert keys.count("optimizer.state.fp32_param.embedding.word_embeddings.weight") == 1
+    refuses_checkpoint(
+        lambda: world.optimizer.sharded_state_dict({}, metadata=metadata), "state dict"
+    )
+
+
+def optimizer_load_state_dict(world: World) -> None:
+    world.step()
+    model = world.chunk.sharded_state_dict(metadata={"dp_cp_group": dist.group.WORLD})
+    wanted = world.optimizer.sharded_state_dict(model, is_loading=True)
+    refuses_checkpoint(lambda: world.optimizer.load_state_dict(model), "sharded_state_dict")
+    for each in nested_values(wanted):
+        if isinstance(each, ShardedTensor):
+            each.data.fill_(0.25)
+    before = world.weights()
+    tensors = {key: each.data for key, each in wanted["megatron_lw_tensors"].items()}
+    plan = wanted["megatron_lw_plan"].unwrap()
+    assert same(before, world.weights())
+    world.optimizer.load_state_dict({"megatron_lw_plan": plan, "megatron_lw_tensors": tensors})
+    assert all((weight == 0.25).all() for weight in world.weights())
+    world.optimizer.check()
+
+
 def chunk_broadcast_params(world: World) -> None:
     world.chunk.finish_param_sync()
     with torch.no_grad():
@@ -371,8 +415,6 @@ CHECKS: dict[str, Callable[[World], None]] = {
     if name.startswith(kind + "_") and callable(check)
 } | {
     "optimizer.state_dict": _refused("state_dict"),
-    "optimizer.load_state_dict": _refused("load_state_dict", {}),
-    "optimizer.sharded_state_dict": _refused("sharded_state_dict", {}),
     "optimizer.save_parameter_state": _refused("save_parameter_state", "x"),
     "optimizer.load_parameter_state": _refused("load_parameter_state", "x"),
     "optimizer.save_state_dict_to_file": _refused("save_state_dict_to_file", "x"),

@@ -71,7 +71,6 @@ CHANGES: dict[str, tuple[str, str, str]] = {
         "--tensor-model-parallel-size 2",
         "",
     ),
-    "tp1_to_tp2": ("--swiglu", "", "--tensor-model-parallel-size 2"),
     "pp2_to_pp1": ("", "--pipeline-model-parallel-size 2", ""),
 }
 
@@ -122,8 +121,9 @@ def test_megatrons_optimizers_and_ours_go_on_from_each_other(
 def test_another_child_starts_anew_and_says_so(tmp_path: Path) -> None:
     """Losses go on from the masters."""
     found = run("other_child", 2, str(tmp_path / "run"), MUON)
-    [text] = found[0][1]
+    text, kept = found[0][1]
     assert "start anew" in text
+    assert "keep their settings: muon" in kept
     assert "linear_fc1.weight" in text
     assert "linear_fc1.bias" not in text
     assert not found[1][1]

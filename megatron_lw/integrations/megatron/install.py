@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.integrations.megatron import adopt, api
-from megatron_lw.integrations.megatron.checkpoint import DIRECTORY
+from megatron_lw.integrations.megatron.checkpoint_load import DIRECTORY
 
 
 class Replacement:

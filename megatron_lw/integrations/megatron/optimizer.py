@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from megatron_lw.distributed.agreement import attempt
 from megatron_lw.errors import StateError
-from megatron_lw.integrations.megatron.checkpoint import finish_load, load_targets, save_state
+from megatron_lw.integrations.megatron.checkpoint import save_state
+from megatron_lw.integrations.megatron.checkpoint_load import finish_load, load_targets
 from megatron_lw.integrations.megatron.ddp import DistributedDataParallel
 from megatron_lw.optimizer.children.base import ParamGroup
 from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer, StepResult
@@ -189,8 +190,11 @@ class MegatronOptimizer(LayerWiseDistributedOptimizer):
         """Whether Megatron's DistributedOptimizer would step what no matrix child takes."""
         distributed = "distrib_optim_sharding_type" in metadata
         alone = self.config.optimizer in ("adam", "sgd")
-        chunks = cast("tuple[DistributedDataParallel, ...]", self.model_chunks)
-        return distributed and (alone or all(chunk.scalars_apart for chunk in chunks))
+        apart = all(
+            isinstance(chunk, DistributedDataParallel) and chunk.scalars_apart
+            for chunk in self.model_chunks
+        )
+        return distributed and (alone or apart)
 
     def _require_states_here(self) -> None:
         if self._offloaded:

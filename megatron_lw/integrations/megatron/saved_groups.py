@@ -14,7 +14,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from megatron_lw.child_names import MATRIX_CHILDREN
+from megatron_lw.child_names import MATRIX_CHILDREN, WHOLE_CHILDREN
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.optimizer.children.base import ParamGroup
 from megatron_lw.optimizer.param_groups import POLICIES
@@ -100,11 +100,24 @@ def saved_groups(state: Mapping[Any, Any], config: OptimizerConfig) -> list[Save
             found.append(
                 SavedGroup(
                     settings=group,
-                    child=group.get("optimizer") or config.optimizer,
+                    child=_child_of(group, config),
                     num_steps=None if steps is None else int(steps),
                 )
             )
     return found
+
+
+def steps_of(child: str, saved: Sequence[SavedGroup], *, alone: bool) -> int:
+    """Steps that a child had taken; the most of any, where Megatron counts only some.
+
+    Args:
+        child: which.
+        saved: all groups.
+        alone: whether each child was counted.
+    """
+    counts = [(each.child, each.num_steps) for each in saved if each.num_steps is not None]
+    own = [count for kind, count in counts if kind == child]
+    return max(own if alone and own else [count for _, count in counts], default=0)
 
 
 def grad_scaler(state: Mapping[Any, Any]) -> Mapping[str, Any] | None:
@@ -138,6 +151,16 @@ def settings_from(group: ParamGroup, saved: SavedGroup) -> dict[str, Any]:
         for key, value in saved.settings.items()
         if key in group and key not in _IDENTITY and key not in POLICIES
     }
+
+
+def _child_of(group: Mapping[str, Any], config: OptimizerConfig) -> str:
+    """What steps a saved group: it is named, or the main optimizer of the run that saved."""
+    named = group.get("optimizer")
+    if named or config.optimizer in WHOLE_CHILDREN:
+        return named or config.optimizer
+    if "betas" in group:
+        return "adam" if "eps" in group else "lion"
+    return "sgd" if "dampening" in group else config.optimizer
 
 
 def _written(group: ParamGroup, config: OptimizerConfig, steps: int) -> dict[str, Any]:
