@@ -55,11 +55,11 @@ def weights_alone(directory: str, flags: list[str], how: str) -> tuple[Run, list
 
 
 def other_layouts(
-    directory: str, flags: list[str], before: list[str], after: list[str]
+    directory: str, flags: list[str], before: list[str], after: list[str], ddp: bool
 ) -> tuple[Run, Run, list[str], int]:
     """Saved in one layout, taken up in another: losses of both, and what differs in the state."""
     whole = train([*flags, *before, *_save(directory)])
-    rest, again = _go_on(directory, [*flags, *after])
+    rest, again = _go_on(directory, [*flags, *after], ddp=ddp)
     one = _of_state(_saved(directory))
     return whole, rest, _differ(one, _of_state(again)), len(one)
 
@@ -159,6 +159,7 @@ def _go_on(
     *,
     base: Sequence[str] = BASE,
     ours: bool = True,
+    ddp: bool = True,
     wrap: Callable[[Any], None] | None = None,
 ) -> tuple[Run, Tensors]:
     """Load what was saved after three steps; the steps from there, and the same saved again."""
@@ -177,7 +178,7 @@ def _go_on(
             wrap(chunk)
 
     loading = [*flags, *_load(directory)]
-    rest = train(loading, base=base, prepare=prepare, ours=ours, around=around)
+    rest = train(loading, base=base, prepare=prepare, ours=ours, ddp=ddp, around=around)
     return rest, _saved(again)
 
 

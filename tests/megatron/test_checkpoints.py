@@ -64,22 +64,26 @@ def test_weights_alone(saved: tuple[str, list[Any]], how: str) -> None:
         assert rest.losses[0] < found[0]["whole"].losses[0] - 0.2
 
 
-# name -> (flags of both, flags that saved, flags that go on)
-CHANGES: dict[str, tuple[str, str, str]] = {
+# name -> (flags of both, flags that saved, flags that go on, whether with our DDP)
+CHANGES: dict[str, tuple[str, str, str, bool]] = {
     "tp2_to_tp1": (
         "--swiglu --group-query-attention --num-query-groups 2",
         "--tensor-model-parallel-size 2",
         "",
+        True,
     ),
-    "pp2_to_pp1": ("", "--pipeline-model-parallel-size 2", ""),
+    "pp2_to_pp1": ("", "--pipeline-model-parallel-size 2", "", True),
+    "to_megatrons_ddp": ("", "", "", False),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_layout_goes_on(name: str, tmp_path: Path) -> None:
     """States bitwise by name; losses numerical, FP32: within 1e-5."""
-    flags, before, after = (text.split() for text in CHANGES[name])
-    found = run("other_layouts", 2, str(tmp_path / "run"), [*SHORT, *FP32, *flags], before, after)
+    *texts, ddp = CHANGES[name]
+    flags, before, after = (text.split() for text in texts)
+    both = [*SHORT, *FP32, *flags]
+    found = run("other_layouts", 2, str(tmp_path / "run"), both, before, after, ddp)
     for _, _, differ, count in found:
         assert differ == []
         assert count > 30

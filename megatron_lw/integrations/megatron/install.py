@@ -48,7 +48,7 @@ def install(*, ddp: bool = True) -> None:
             synchronous, BF16 and FP32.
     """
     uninstall()
-    for module, name, ours in _REPLACED if ddp else (_ADOPTING,):
+    for module, name, ours in _REPLACED if ddp else _ADOPTING:
         setattr(module, name, Replacement(ours, getattr(module, name)))
 
 
@@ -125,4 +125,7 @@ _REPLACED: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
     (dist_utils, "_ddp_wrap", _wrap_in_builder),
     (checkpointing, "_load_base_checkpoint", _load_base_checkpoint),
 )
-_ADOPTING = (training, "get_megatron_optimizer", adopt.adopt_megatron_ddp)
+_ADOPTING: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
+    (training, "get_megatron_optimizer", adopt.adopt_megatron_ddp),
+    (checkpointing, "_load_base_checkpoint", _load_base_checkpoint),
+)
