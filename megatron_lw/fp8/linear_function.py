@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Matmul = Literal["auto", "dequantise", "scaled_mm"]
 """Multiply values in bf16, or bytes in FP8 with the activations quantised as well."""
 
-_SCALED_SIDE = 16
+_SCALED_MULTIPLE = 16  # also the alignment of the bytes
 _SCALED_CAPABILITY = (8, 9)
 
 
@@ -36,7 +36,7 @@ def linear(
         bias: bf16 `[N]`.
         matmul: "dequantise" multiplies the weight's values in bf16; "scaled_mm" multiplies bytes,
             with `x` quantised per tensor to E4M3 and its gradient to E5M2; "auto" takes it on GPUs
-            that have it, for per-tensor formats and sides that 16 divides.
+            that have it, for per-tensor formats, and sides and addresses that 16 divides.
 
     Raises:
         ConfigError: `x` is not bf16, or "scaled_mm" with a format that has a scale for each block.
@@ -51,6 +51,7 @@ def linear(
             f"{weight.recipe.format!r}; leave it at 'auto'"
         )
     scaled = matmul == "scaled_mm" or (matmul == "auto" and _has_scaled_mm(weight))
+    scaled = scaled and x.numel() > 0  # an expert without tokens has no maximum to quantise by
     function = _ScaledLinear if scaled else _DequantisedLinear
     made: torch.Tensor = function.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return made
@@ -61,7 +62,9 @@ def _has_scaled_mm(weight: QuantisedTensor) -> bool:
     if weight.device.type != "cuda" or weight.recipe.block is not None:
         return False
     capable = torch.cuda.get_device_capability(weight.device) >= _SCALED_CAPABILITY
-    return capable and not any(side % _SCALED_SIDE for side in weight.shape)
+    # In a bucket it may lie behind a matrix of any size.
+    places = (weight.planes.row_data.data_ptr(), weight.planes.col_data.data_ptr())
+    return capable and not any(number % _SCALED_MULTIPLE for number in (*weight.shape, *places))
 
 
 def _weight_and_bias_grads(

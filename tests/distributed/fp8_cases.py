@@ -353,3 +353,20 @@ def infinite_master() -> None:
             if name == "mid.weight":
                 publisher.master.row[slot.row_start] = torch.inf
     train(ddp, optimizer, range(1, 2))
+
+
+def step_bytes(recipe: str | None, gather: bool) -> dict[str, int]:
+    """Bytes that a rank sends in one step of two GPT layers of width 256, by collective."""
+    torch.manual_seed(0)
+    shapes = [(768, 256), (256, 256), (1024, 256), (256, 1024)] * 2
+    layers = [nn.Linear(cols, rows, bias=False, dtype=BF16) for rows, cols in shapes]
+    model = nn.ModuleList(layers)
+    if recipe is not None:
+        fp8.quantize_model(model, RECIPES[recipe])
+    ddp, optimizer = wrap(model, fp8_param_gather=gather)
+    ddp.groups.dp.traffic.clear()
+    optimizer.zero_grad()
+    for layer in model:
+        layer(torch.ones(1, layer.in_features, dtype=BF16)).sum().backward()
+    optimizer.step()
+    return dict(ddp.groups.dp.traffic.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,19 @@ def test_bytes_on_the_wire(ranks: int) -> None:
         assert off[0] == pytest.approx(2.0, abs=0.001)  # padding between rows
     [rows, *_] = run_ranks(fp8_cases.bytes_per_weight, ranks, "mxfp8-derived", shape, True)
     assert 1.03 < rows[0] < 1.04
+
+
+def test_bytes_of_a_step_are_those_of_the_docs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "fp8.md"
+    _, table = page.read_text(encoding="utf-8").split("| weights | gradients, reduce-scatter |")
+    rows = re.findall(r"^\| (\S+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", table, re.MULTILINE)
+    assert {name.strip('"') for name, *_ in rows} == {"BF16", *RECIPES} - {"block-fp32"}
+    for name, *cells in rows:
+        recipe = None if name == "BF16" else name.strip('"')
+        for sent in run_ranks(fp8_cases.step_bytes, 2, recipe, True):
+            found = [sent.pop(each, 0) for each in ("reduce_scatter", "all_reduce", "all_gather")]
+            assert found == [int(cell.replace(",", "")) for cell in cells], name
+            assert not sent
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

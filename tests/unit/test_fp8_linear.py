@@ -90,6 +90,18 @@ def test_scaled_mm_multiplies_bytes(name: str) -> None:
         assert torch.equal(grad, scaled[1]) == (plane == "row")
 
 
+@pytest.mark.parametrize("matmul", ["dequantise", "scaled_mm"])
+def test_no_tokens(matmul: str) -> None:
+    """An expert may get none."""
+    made = layer(RECIPES["tensor"])
+    made.matmul = matmul
+    x = torch.zeros(0, 96, dtype=BF16, requires_grad=True)
+    out = made(x)
+    out.sum().backward()
+    assert out.shape == (0, 64) and x.grad is not None and x.grad.shape == (0, 96)
+    assert not made.weight.grad.any() and not made.bias.grad.any()
+
+
 def test_scaled_mm_needs_one_scale() -> None:
     made = layer(RECIPES["mxfp8"])
     made.matmul = "scaled_mm"
