@@ -7,6 +7,7 @@ Newton-Schulz within 1e-5. Sizes divide by 2, 3 and 4 ranks; query groups do not
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.distributed.cases import initial_values, relative
 from tests.distributed.parallel_cases import (
@@ -86,6 +87,34 @@ def test_exact_modes_agree_with_one_process(mode, ranks, tensor, kind):
     divided = sum(len(spec.parts) for spec in specs.values() if spec.tp_dim is not None)
     repeated = divided * (tensor - 1)
     assert done == parts + (0 if mode == "owner" else repeated)
+
+
+HALF = {
+    "fp16": ({"muon_dtype": torch.float16}, 1e-2),
+    "bf16": ({"muon_fp32_matmul_prec": "medium"}, 5e-2),
+}
+
+
+@pytest.mark.parametrize("mode", ["owner", "duplicated", "distributed"])
+@pytest.mark.parametrize("precision", HALF)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_exact_modes_in_half_precision(mode, precision, ranks):
+    """Class numerical, of the update: inputs are kept in fp32, Gram matrices are summed in it."""
+    settings, tolerance = HALF[precision]
+    config = {**MUON, "muon_fp32_matmul_prec": "high", **settings, "weight_decay": 0.0}
+    config |= {"muon_tp_mode": mode}
+    specs = {**MATRICES, **VIEWS}
+    options = {"kind": "integer", "steps": 1, "bucket_size": 4000}
+    runs = run_ranks(_train, ranks, specs, config, {"tensor": ranks}, options)
+    masters, _ = reference_parallel(specs, config, runs[0].facts["sizes"], steps=1)
+    start = initial_values({name: spec.shape for name, spec in specs.items()})
+    for run in runs:
+        for name, weight in run.weights[-1].items():
+            place = run.facts["tensor"][name]
+            before = part_of(specs[name], start[name], *place)
+            way = part_of(specs[name], masters[name], *place) - before
+            error = float((weight - before - way).norm())
+            assert error < tolerance * max(float(way.norm()), 1e-3), name
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

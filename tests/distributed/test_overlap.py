@@ -47,13 +47,13 @@ def orders(step: int, rank: int) -> list[int]:
     return choices[(step + rank) % len(choices)]
 
 
-def train(overlap, steps, disturb, bucket_size=300):
+def train(overlap, steps, disturb, bucket_size=300, chosen=None):
     groups = megatron_lw.ParallelGroups.create()
     config = megatron_lw.DDPConfig(
         bucket_size=bucket_size, overlap_grad_reduce=overlap, overlap_param_gather=overlap
     )
     ddp = megatron_lw.DistributedDataParallel(Wild(), groups, config)
-    settings = megatron_lw.OptimizerConfig(**CONFIG, on_nonfinite="skip")
+    settings = megatron_lw.OptimizerConfig(**{**CONFIG, **(chosen or {})}, on_nonfinite="skip")
     optimizer = megatron_lw.get_megatron_optimizer(settings, [ddp])
     rank = groups.dp.rank
     history, early, pending, evaluations = [], 0, 0, []
@@ -99,6 +99,28 @@ def test_fifty_steps_equal_the_synchronous_path(ranks, disturb):
         assert a[3] == 0 and b[3] > 0, "a reduce is outstanding when backward has ended"
         assert a[4] == 0 and b[5] >= 4
         assert not disturb or any(not success for success, _, _ in a[1])
+
+
+OWNERS = {
+    "whole": {"optimizer": "whole", "whole_optimizer": "torch.optim:NAdam"},
+    "normuon": {"optimizer": "normuon"},
+    "adamuon": {"optimizer": "adamuon"},
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("choice", OWNERS)
+def test_children_with_states_at_owners_equal_the_synchronous_path(ranks, choice):
+    """Also with skips and evaluation between: gradients and masters travel before the gather."""
+    plain = run_ranks(train, ranks, False, 12, True, 300, OWNERS[choice])
+    overlapped = run_ranks(train, ranks, True, 12, True, 300, OWNERS[choice])
+    start = {n: p.detach() for n, p in Wild().state_dict().items()}
+    for a, b in zip(plain, overlapped, strict=True):
+        for name, weight in a[0].items():
+            assert torch.equal(weight, b[0][name]), name
+        assert not torch.equal(a[0]["stem.weight"], start["stem.weight"])
+        assert repr(a[1]) == repr(b[1]) and a[2] == b[2]
+        assert a[3] == 0 and b[3] > 0 and b[5] >= 4
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
