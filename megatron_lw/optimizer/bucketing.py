@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_lw.child_names import WHOLE_CHILDREN
 from megatron_lw.optimizer import packing
 from megatron_lw.optimizer.names import natural_key
+from megatron_lw.optimizer.owners import whole_cost
 from megatron_lw.optimizer.pieces import (
     FloatArray,
     IntArray,
@@ -143,7 +145,7 @@ def pack_domain(
         closed: The parameters of each bucket, from `close_domain`.
         dp: Rows.
         alignment: Elements to which parameters and rows are aligned.
-        cost: Cost of one global matrix.
+        cost: Cost of orthogonalising one global matrix.
     """
     row_loads = np.zeros(dp)
     buckets: list[BucketPlan] = []
@@ -183,10 +185,12 @@ def _by_group(ordered: Sequence[PlanParam], members: Sequence[int]) -> list[int]
 
 def _cost_of(param: PlanParam, cost: Cost) -> float:
     """Return the cost of all matrices of a parameter; 0 for an element-wise one."""
-    return param.count * sum(_unit_cost(unit, cost) for unit in param.owned_units)
+    return param.count * sum(_unit_cost(param, unit, cost) for unit in param.owned_units)
 
 
-def _unit_cost(unit: PlanUnit, cost: Cost) -> float:
+def _unit_cost(param: PlanParam, unit: PlanUnit, cost: Cost) -> float:
+    if param.child in WHOLE_CHILDREN:
+        return sum(whole_cost(param.child, *shape) for shape in unit.matrices)
     return sum(cost(*shape) for shape in unit.matrices)
 
 
@@ -211,7 +215,7 @@ def _units(
                 (index, unit, first + start, numel, bucket, offset + first + start)
                 for unit, start, numel in found
             )
-        costs.extend([_unit_cost(unit, cost) for unit in param.owned_units] * param.count)
+        costs.extend([_unit_cost(param, unit, cost) for unit in param.owned_units] * param.count)
     of, unit, start, numel_column, bucket_column, place = (
         np.array(rows, dtype=np.int64).reshape(-1, 6).T.copy()
     )

@@ -1,5 +1,7 @@
 """Who orthogonalises which matrix: balanced by Newton-Schulz cost, and by preference where it lies.
 
+What is stepped whole by an optimizer that keeps its state at the owner is balanced by that state.
+
 Pure functions. A *rank* here is a rank of the tensor-parallel x data-parallel group, `row * tp +
 t`. The balance problem is scheduling on identical machines; longest-first is Graham's LPT rule (R.
 L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969).
@@ -26,6 +28,8 @@ from megatron_lw.optimizer.pieces import (
 # The makespan that is promised is this times the lower bound, or plain longest-first where that is
 # more.
 SLACK = 1.05
+# The same of what is balanced by memory: states may be that much above an even share.
+MEMORY_SLACK = 1.02
 
 # Loads of costs that are not integers depend in the last bits on the order in which they are added.
 _ROUNDING = 1e-12
@@ -38,6 +42,22 @@ def newton_schulz_cost(rows: int, cols: int) -> int:
     time goes as max * min^2 and not as the number of elements.
     """
     return max(rows, cols) * min(rows, cols) ** 2
+
+
+def whole_cost(child: str, rows: int, cols: int) -> int:
+    """Return what a matrix weighs at an owner that steps it whole: elements of state kept there.
+
+    SOAP keeps two moments, and two square matrices for each side. Of other optimizers no more is
+    known than that state and time mostly go as the number of elements.
+
+    Args:
+        child: One of `WHOLE_CHILDREN`.
+        rows: Of the whole matrix.
+        cols: The same.
+    """
+    if child == "soap":
+        return 2 * (rows * cols + rows**2 + cols**2)
+    return rows * cols
 
 
 class Ownership(NamedTuple):
@@ -93,13 +113,19 @@ def loads_of(costs: Sequence[float], owner: Sequence[int] | IntArray, ranks: int
 
 
 def assign_owners(
-    costs: Sequence[float], pieces: Pieces, sharded: BoolArray, *, dp: int, tp: int
+    costs: Sequence[float],
+    pieces: Pieces,
+    sharded: BoolArray,
+    *,
+    dp: int,
+    tp: int,
+    slack: float = SLACK,
 ) -> Ownership:
     """Give every matrix of a domain one owner.
 
     Several assignments are tried: holders first up to a target load, and plain longest-first with
     matrices of equal cost matched to their holders. Of those whose makespan keeps the promise
-    (`SLACK` times the bound, or longest-first's where that is more) the one is taken whose busiest
+    (`slack` times the bound, or longest-first's where that is more) the one is taken whose busiest
     rank sends least in the exchange; longest-first always qualifies.
 
     Args:
@@ -109,12 +135,13 @@ def assign_owners(
             it.
         dp: Rows.
         tp: Tensor-parallel ranks of a row.
+        slack: How far above the bound the makespan may be.
     """
     ranks = dp * tp
     bound = lower_bound(costs, ranks)
     plain = longest_first(costs, ranks)
     lpt_makespan = float(loads_of(costs, plain, ranks).max())
-    limit = max(SLACK * bound, lpt_makespan)
+    limit = max(slack * bound, lpt_makespan)
     holders = _holders(pieces, len(costs))
     assignments = [_match_to_holders(costs, holders, plain, tp)]
     for target in (limit, bound):
@@ -128,6 +155,44 @@ def assign_owners(
             best = score
     owner = np.asarray(assignments[0 if best is None else best[2]], dtype=np.int64)
     return Ownership(owner, loads_of(costs, owner, ranks), bound, lpt_makespan)
+
+
+def assign_kinds(
+    costs: FloatArray, whole: BoolArray, pieces: Pieces, sharded: BoolArray, *, dp: int, tp: int
+) -> Ownership:
+    """Balance two kinds of matrices, each by itself: Newton-Schulz time, and memory at owners.
+
+    Args:
+        costs: [matrices] `newton_schulz_cost`, or `whole_cost`.
+        whole: [matrices] true where it is the latter.
+        pieces: Where the matrices lie.
+        sharded: See `assign_owners`.
+        dp: Rows.
+        tp: Tensor-parallel ranks of a row.
+
+    Returns:
+        Owners of all; loads and bounds are those of Newton-Schulz, if anything is orthogonalised.
+    """
+    found = None
+    owner = np.zeros(len(costs), dtype=np.int64)
+    for kind, slack in ((~whole, SLACK), (whole, MEMORY_SLACK)):
+        chosen = np.flatnonzero(kind)
+        if not len(chosen):
+            continue
+        held = kind[pieces.matrix]
+        some = Pieces(
+            matrix=np.searchsorted(chosen, pieces.matrix[held]),
+            row=pieces.row[held],
+            start=pieces.start[held],
+            numel=pieces.numel[held],
+        )
+        owned = assign_owners(
+            costs[chosen].tolist(), some, sharded[chosen], dp=dp, tp=tp, slack=slack
+        )
+        owner[chosen] = owned.owner
+        found = found or owned
+    found = found or assign_owners([], pieces, sharded, dp=dp, tp=tp)
+    return found._replace(owner=owner)
 
 
 def _by_cost(costs: Sequence[float]) -> list[int]:

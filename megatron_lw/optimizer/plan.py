@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_lw.child_names import WHOLE_CHILDREN
 from megatron_lw.errors import ConfigError
 from megatron_lw.optimizer.bucketing import BucketPlan, Cost, close_domain, pack_domain
-from megatron_lw.optimizer.owners import assign_owners, newton_schulz_cost
+from megatron_lw.optimizer.owners import assign_kinds, newton_schulz_cost
 from megatron_lw.optimizer.pieces import BoolArray, FloatArray, IntArray, Pieces
 from megatron_lw.optimizer.plan_params import (
     PlanParam,
@@ -53,9 +54,10 @@ class OwnershipPlan:
         matrix_bucket: [matrices] index of the bucket.
         matrix_offset: [matrices] offset in the bucket.
         owner: [matrices] rank that computes the update.
-        cost: [matrices] Newton-Schulz cost of the global matrix.
+        cost: [matrices] Newton-Schulz cost of the global matrix; `whole_cost` where it is stepped
+            whole.
         pieces: Rows that hold the matrices.
-        loads: [ranks] cost of what each rank owns.
+        loads: [ranks] cost of what each rank orthogonalises; of what it steps whole, if nothing is.
         bound: Lower bound of the makespan of any assignment.
         lpt_makespan: Makespan of plain longest-first assignment.
     """
@@ -193,7 +195,8 @@ def plan_domain(
     packed = pack_domain(ordered, closed, dp=dp, alignment=alignment, cost=cost)
     units = packed.units
     sharded = np.array([ordered[i].sharded for i in units.param], dtype=np.bool_)
-    owned = assign_owners(units.cost.tolist(), packed.pieces, sharded, dp=dp, tp=tp)
+    whole = np.array([ordered[i].child in WHOLE_CHILDREN for i in units.param], dtype=np.bool_)
+    owned = assign_kinds(units.cost, whole, packed.pieces, sharded, dp=dp, tp=tp)
     for array in (*units, owned.owner, owned.loads):
         array.flags.writeable = False
     return OwnershipPlan(
