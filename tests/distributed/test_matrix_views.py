@@ -89,6 +89,29 @@ def test_exact_modes_agree_with_one_process(mode, ranks, tensor, kind):
     assert done == parts + (0 if mode == "owner" else repeated)
 
 
+PADDED = {name: spec for name, spec in VIEWS.items() if sum(map(len, spec.parts)) < spec.matrix[0]}
+
+
+@pytest.mark.parametrize(("ranks", "tensor"), [(2, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize("mode", ["owner", "duplicated", "distributed", "blockwise"])
+def test_rows_of_no_matrix_stay_to_the_bit(mode, ranks, tensor):
+    """Class bitwise: padding, and rows beyond the blocks, which have gradients, get no update."""
+    config = {**MUON, "muon_tp_mode": mode, "weight_decay": 0.0}
+    runs = run_ranks(_train, ranks, PADDED, config, {"tensor": tensor}, {"bucket_size": 2000})
+    start = initial_values({name: spec.shape for name, spec in PADDED.items()})
+    assert len(PADDED) == 6
+    for run in runs:
+        for name, weight in run.weights[-1].items():
+            spec = PADDED[name]
+            used = torch.zeros(spec.matrix[0], dtype=torch.bool)
+            used[torch.tensor([row for part in spec.parts for row in part])] = True
+            place = run.facts["tensor"][name]
+            mask = used[:, None].expand(spec.matrix).reshape(spec.shape)
+            before, mask = (part_of(spec, x, *place) for x in (start[name], mask))
+            assert torch.equal(weight[~mask], before[~mask]), name
+            assert not mask.any() or not torch.isclose(weight[mask], before[mask]).all(), name
+
+
 HALF = {
     "fp16": ({"muon_dtype": torch.float16}, 1e-2),
     "bf16": ({"muon_fp32_matmul_prec": "medium"}, 5e-2),

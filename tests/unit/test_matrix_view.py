@@ -221,6 +221,24 @@ def test_blocks_are_stepped_as_parameters_of_their_own() -> None:
     assert ratios == tuple(math.sqrt(side) for side in (40, 40, 40))
 
 
+@pytest.mark.parametrize(
+    ("shape", "tag"),
+    [((3, 8, 20), {"matrices": 3}), ((24, 20), {"matrices": 3}), ((24, 20), {"blocks": (8, 8, 8)})],
+)
+def test_each_matrix_has_a_norm_of_its_own(shape: tuple[int, ...], tag: dict[str, Any]) -> None:
+    """Class bitwise: gradients of some that are 2^10 times larger or smaller change nothing."""
+    results = []
+    for factors in ((1.0, 1.0, 1.0), (2.0**-10, 1.0, 2.0**10)):
+        scale = torch.tensor(factors)[:, None, None].expand(3, 8, 20).reshape(shape)
+
+        def grads(shapes: Any, rank: int, step: int, scale: Any = scale) -> Any:
+            return {"a_weight": integer_grads(shapes, rank, step)["a_weight"] * scale}
+
+        results.append(trained({"a_weight": shape}, {"a_weight": tag}, grads)["a_weight"])
+    assert torch.equal(*results)
+    assert not torch.isclose(results[0], initial_values({"a_weight": shape})["a_weight"]).all()
+
+
 def test_rows_beyond_the_blocks_decay_and_nothing_else() -> None:
     """Class bitwise: their gradient moves them by exactly nothing."""
     shapes = {"a_weight": (30, 40)}

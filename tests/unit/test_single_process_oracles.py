@@ -102,7 +102,9 @@ def test_update_has_singular_values_near_one():
     [
         ("simple", 5, 0.65, 1.21),
         ("quintic", 5, 0.95, 1.05),
+        ("polar_express", 5, 0.85, 1.15),
         ("polar_express", 8, 0.99, 1.01),
+        ("cans", 5, 0.85, 1.15),
         ("aol", 4, 0.95, 1.05),
         ("deepseekv4", 10, 0.99, 1.01),
     ],
