@@ -36,6 +36,7 @@ from megatron_lw.presets import model_params, preset
 
 LR, DECAY, MOMENTUM = 1e-3, 0.1, 0.95
 SMALL = [(32, 128)] * 256
+LESS_SMALL = [(64, 256)] * 64
 LONG = ((256, 1024), (512, 2048), (768, 3072))
 PRODUCTS = ((256, 1024), (512, 2048), (768, 768), (768, 3072))
 PROMISED_STEP = {"gpt2-124m layer": 1.0, "llama3-8b layer / 4": 1.0, "256 of 32x128": 4.0}
@@ -76,6 +77,7 @@ def cases(quick: bool) -> dict[str, list[Shape]]:
         "gpt2-124m layer": layer("gpt2-124m", less),
         "llama3-8b layer / 4": layer("llama3-8b", 4 * less),
         "256 of 32x128": SMALL,
+        "64 of 64x256": LESS_SMALL,
     }
 
 
