@@ -11,7 +11,7 @@ MEGATRON_PY := $(MEGATRON_ENV)/bin/python
 # path: without its kernels `import transformer_engine` fails, and would where it is only tried.
 TRANSFORMER_ENGINE := transformer-engine==2.20.2
 
-.PHONY: setup demo test test-megatron megatron-page fuzz mutants lint bench clean
+.PHONY: setup demo test test-megatron megatron-page fuzz mutants lint bench gpu-check clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -90,6 +90,10 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) benchmarks/muon.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/checkpoint.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/fp8.py
+
+# For a machine with a GPU, whose own Python has torch; nothing is installed there. docs/gpu.md
+gpu-check:
+	$(if $(wildcard $(PY)),$(PY),python3) benchmarks/gpu_check.py
 
 clean:
 	rm -rf .venv build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Saving and loading a checkpoint, against plain file writes and torch.distributed.checkpoint.
 
-    python benchmarks/checkpoint.py [--quick] [--json FILE] [--directory DIR]
+    python benchmarks/checkpoint.py [--quick] [--device cuda] [--json FILE] [--directory DIR]
 
 Two ranks hold fp32 masters and the two states of Adam, 2 GB in all, and in turn, round after round
 and the first two in either order,
@@ -13,7 +13,7 @@ and the first two in either order,
 Loads follow, each of what the same side has just saved, so from memory where the system keeps what
 it has written: ours checks every chunk and publishes the weights (a gather), torch's does neither.
 The slower rank counts, ratios are medians of the rounds' own. Memory is what the process holds at
-most during a save beyond what it held before (Linux).
+most during a save beyond what it held before (Linux). On a GPU there is one rank, with 2 GB in all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_lw.dist_checkpointing import load, save, wait
 from megatron_lw.optimizer.held import held_buckets
 from ranks import measure_on
 
-RANKS = 2
+RANKS = {"cpu": 2, "cuda": 1}
 LAYERS, WIDTH, HEIGHT = 42, 1024, 4096  # 12 bytes an element
 QUICK_LAYERS = 4
 CHUNK_NBYTES = 4 << 20
@@ -49,12 +49,12 @@ PROMISED_MEMORY = 64 << 20
 class Bench:
     """One rank: its model, its tensors, and the ways to save and load them."""
 
-    def __init__(self, layers: int, directory: Path) -> None:
+    def __init__(self, layers: int, directory: Path, device: str) -> None:
         self.directory = directory
         self.rank = dist.get_rank()
         model = nn.ParameterDict({str(i): torch.zeros(HEIGHT, WIDTH) for i in range(layers)})
         self.ddp = megatron_lw.DistributedDataParallel(
-            model.bfloat16(), megatron_lw.ParallelGroups.create()
+            model.bfloat16().to(device), megatron_lw.ParallelGroups.create()
         )
         config = megatron_lw.OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True)
         self.optimizer = megatron_lw.get_megatron_optimizer(config, [self.ddp])
@@ -68,7 +68,7 @@ class Bench:
         """The bytes, and nothing else."""
         descriptor = os.open(self.directory / f"plain-{self.rank}", os.O_WRONLY | os.O_CREAT)
         for row in self.rows.values():
-            view = row.view(torch.uint8).numpy().data
+            view = row.cpu().view(torch.uint8).numpy().data
             for start in range(0, view.nbytes, CHUNK_NBYTES):
                 part = view[start : start + CHUNK_NBYTES]
                 while part.nbytes:
@@ -106,6 +106,8 @@ class Bench:
 
 def timed(action: Callable[[], object]) -> float:
     """Seconds, from a common start to the end of the slower rank."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     dist.barrier()
     start = time.perf_counter()
     action()
@@ -136,9 +138,9 @@ def _status(field: str) -> int:
     return int(text.split(f"{field}:")[1].split()[0]) << 10
 
 
-def measure_rank(folder: Path, layers: int, rounds: int) -> dict[str, object]:
+def measure_rank(folder: Path, layers: int, rounds: int, device: str) -> dict[str, object]:
     """All that one rank measures; the same on every rank."""
-    bench = Bench(layers, folder)
+    bench = Bench(layers, folder, device)
     seconds: dict[str, list[float]] = {}
 
     def lap(name: str, action: Callable[[], object]) -> None:
@@ -170,7 +172,8 @@ def measure_rank(folder: Path, layers: int, rounds: int) -> dict[str, object]:
         return statistics.median(x / y for x, y in zip(kept[a], kept[b], strict=True))
 
     return {
-        "nbytes": bench.nbytes,
+        "nbytes": bench.nbytes * dist.get_world_size(),
+        "ranks": dist.get_world_size(),
         "seconds": {name: statistics.median(values) for name, values in kept.items()},
         "write": ratio("plain", "ours"),
         "save against torch": ratio("torch", "ours"),
@@ -184,9 +187,9 @@ def measure_rank(folder: Path, layers: int, rounds: int) -> dict[str, object]:
 def show(report: dict[str, object]) -> None:
     """Print the numbers beside what is promised."""
     nbytes, seconds = float(str(report["nbytes"])), report["seconds"]
-    print(f"{RANKS * nbytes / 1e9:.2f} GB of masters and states over {RANKS} ranks:")
+    print(f"{nbytes / 1e9:.2f} GB of masters and states, ranks: {report['ranks']}")
     for name, value in seconds.items():  # type: ignore[attr-defined]
-        print(f"  {name:<12} {value:7.3f} s  {RANKS * nbytes / value / 1e9:6.2f} GB/s")
+        print(f"  {name:<12} {value:7.3f} s  {nbytes / value / 1e9:6.2f} GB/s")
     print(
         f"  plain / ours              {report['write']:.2f}  (promise >= {PROMISED_WRITE}, where "
         f"the disk outruns a core's checksum >= {PROMISED_FAST_WRITE})"
@@ -205,11 +208,19 @@ def main() -> None:
     parser.add_argument(
         "--directory", type=Path, help="where to write, exists; default: for temporaries"
     )
+    parser.add_argument("--device", default="cpu", choices=tuple(RANKS))
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
     layers = QUICK_LAYERS if options.quick else LAYERS
     rounds = 2 if options.quick else 8
-    report = measure_on(RANKS, measure_rank, layers, rounds, directory=options.directory)
+    report = measure_on(
+        RANKS[options.device],
+        measure_rank,
+        layers,
+        rounds,
+        options.device,
+        directory=options.directory,
+    )
     show(report)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2))

@@ -1,6 +1,6 @@
 """Muon on one core: against torch's, against itself in Gram space, product by product.
 
-    python benchmarks/muon.py [--quick] [--json FILE]
+    python benchmarks/muon.py [--quick] [--device cuda] [--json FILE]
 
 - step: `LayerWiseDistributedOptimizer` on one process, everything that a step does (reduce, norm,
   check of finiteness, exchange of nothing, publish), against `torch.optim.Muon` on the same fp32
@@ -13,6 +13,9 @@
 - variants: a step of each, on one layer of gpt2-124m with its sides divided by 2, over Muon's.
 
 Printed are medians of the CPU time of this process over rounds in which the contenders take turns.
+On a GPU there is the step alone, of whole layers, in time until its queue is empty, with the
+relative difference of the weights: batches are multiplied by other kernels there than single
+matrices.
 """
 
 from __future__ import annotations
@@ -70,9 +73,15 @@ def layer(name: str, divisor: int = 1) -> list[Shape]:
     return [(rows // divisor, columns // divisor) for rows, columns in shapes]
 
 
-def cases(quick: bool) -> dict[str, list[Shape]]:
+def cases(quick: bool, device: str) -> dict[str, list[Shape]]:
     """Matrices of each case."""
     less = 4 if quick else 1
+    if device != "cpu":
+        return {
+            "gpt2-124m layer": layer("gpt2-124m", less),
+            "llama3-8b layer": layer("llama3-8b", less),
+            "256 of 32x128": SMALL,
+        }
     return {
         "gpt2-124m layer": layer("gpt2-124m", less),
         "llama3-8b layer / 4": layer("llama3-8b", 4 * less),
@@ -84,20 +93,20 @@ def cases(quick: bool) -> dict[str, list[Shape]]:
 class Matrices(nn.Module):
     """Named matrices with small values."""
 
-    def __init__(self, shapes: Sequence[Shape]) -> None:
+    def __init__(self, shapes: Sequence[Shape], device: str) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         for number, shape in enumerate(shapes):
-            value = torch.randn(shape, generator=generator) * 0.02
+            value = (torch.randn(shape, generator=generator) * 0.02).to(device)
             self.register_parameter(f"m{number:04d}_weight", nn.Parameter(value))
 
 
 class Ours:
     """Our optimizer on one process, gradients given."""
 
-    def __init__(self, shapes: Sequence[Shape], **settings: Any) -> None:
+    def __init__(self, shapes: Sequence[Shape], device: str = "cpu", **settings: Any) -> None:
         groups = megatron_lw.ParallelGroups.single()
-        self.ddp = megatron_lw.DistributedDataParallel(Matrices(shapes), groups)
+        self.ddp = megatron_lw.DistributedDataParallel(Matrices(shapes, device), groups)
         config = megatron_lw.OptimizerConfig(
             **{
                 "optimizer": "muon",
@@ -114,7 +123,7 @@ class Ours:
             config, [self.ddp], pg_collection=groups
         )
         self.params = list(self.ddp.module.parameters())
-        self._grads = gradients(shapes)
+        self._grads = gradients(shapes, device)
 
     def load(self) -> None:
         """Put the gradients where backward would."""
@@ -134,9 +143,10 @@ class Theirs:
         self,
         shapes: Sequence[Shape],
         make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        device: str = "cpu",
     ) -> None:
-        self.params = list(Matrices(shapes).parameters())
-        self._grads = gradients(shapes)
+        self.params = list(Matrices(shapes, device).parameters())
+        self._grads = gradients(shapes, device)
         self.optimizer = make(self.params)
 
     def load(self) -> None:
@@ -149,10 +159,10 @@ class Theirs:
         self.optimizer.step()
 
 
-def gradients(shapes: Sequence[Shape]) -> list[torch.Tensor]:
+def gradients(shapes: Sequence[Shape], device: str) -> list[torch.Tensor]:
     """Gradients, the same for all contenders."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
 
 def torch_muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -183,27 +193,40 @@ def emerging_muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     )
 
 
-def race(contenders: Mapping[str, Ours | Theirs], rounds: int) -> dict[str, float]:
+def race(
+    contenders: Mapping[str, Ours | Theirs], rounds: int, device: str = "cpu"
+) -> dict[str, float]:
     """Milliseconds of a step of each, in turn; gradients are handed out outside the clock."""
 
     def before(contender: Ours | Theirs) -> Callable[[], None]:
         return contender.load
 
     timed = {name: (before(each), each.step) for name, each in contenders.items()}
-    return newton_schulz.medians(timed, rounds)
+    return newton_schulz.medians(timed, rounds, device)
 
 
-def measure_steps(quick: bool, make: Any, other: str, promised: Mapping[str, float]) -> Rows:
+def difference(ours: Ours, theirs: Theirs) -> float:
+    """The largest relative difference of a weight, by Frobenius norms."""
+    with torch.no_grad():
+        pairs = zip(ours.params, theirs.params, strict=True)
+        return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def measure_steps(
+    quick: bool, make: Any, other: str, promised: Mapping[str, float], device: str = "cpu"
+) -> Rows:
     """Our step against that of another optimizer."""
     found: Rows = {}
-    for case, shapes in cases(quick).items():
-        ours, theirs = Ours(shapes), Theirs(shapes, make)
-        times = race({"ours": ours, other: theirs}, 3 if quick else 7)
-        if other == "torch":
+    for case, shapes in cases(quick, device).items():
+        ours, theirs = Ours(shapes, device), Theirs(shapes, make, device)
+        times = race({"ours": ours, other: theirs}, 3 if quick else 7, device)
+        if other == "torch" and device == "cpu":
             for mine, param in zip(ours.params, theirs.params, strict=True):
                 if not torch.equal(mine, param):
                     raise ArithmeticError(f"{case}: not the weights of torch.optim.Muon")
         row = {**times, "ratio": times[other] / times["ours"]}
+        if device != "cpu":
+            row["differ"] = difference(ours, theirs)
         found[case] = {**row, "promise": promised[case]} if case in promised else row
     return found
 
@@ -261,8 +284,11 @@ def measure_variants(quick: bool) -> Rows:
     return {name: {"ours": t, "over muon": t / times["muon"]} for name, t in times.items()}
 
 
-def measure(quick: bool) -> dict[str, Rows]:
-    """All tables."""
+def measure(quick: bool, device: str = "cpu") -> dict[str, Rows]:
+    """All tables; on a GPU that of the step."""
+    if device != "cpu":
+        title = "step, bf16, against torch.optim.Muon"
+        return {title: measure_steps(quick, torch_muon, "torch", {}, device)}
     torch.set_num_threads(1)
     found = {
         "step, bf16, against torch.optim.Muon": measure_steps(
@@ -294,9 +320,10 @@ def main() -> None:
     """Measure, print the tables, optionally write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="small matrices, few rounds")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
-    found = measure(options.quick)
+    found = measure(options.quick, options.device)
     print("\n\n".join(table(title, rows) for title, rows in found.items()))
     if options.json:
         options.json.write_text(json.dumps(found, indent=2))

@@ -142,20 +142,29 @@ def nothing() -> None:
     """What comes before a call that needs nothing."""
 
 
-def medians(timed: Timed, rounds: int) -> dict[str, float]:
+def clock(device: str) -> float:
+    """Seconds: CPU time of this process, or on a GPU the time of day once its queue is empty."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def medians(timed: Timed, rounds: int, device: str = "cpu") -> dict[str, float]:
     """Milliseconds of each call, median over alternating rounds after one that warms up.
 
     Args:
         timed: name -> what comes before, outside the clock, and the call.
         rounds: how often each is called.
+        device: where the calls compute.
     """
     times: dict[str, list[float]] = {which: [] for which in timed}
     for _ in range(rounds + 1):
         for which, (before, call) in timed.items():
             before()
-            start = time.process_time()
+            start = clock(device)
             call()
-            times[which].append((time.process_time() - start) * 1e3)
+            times[which].append((clock(device) - start) * 1e3)
     return {which: statistics.median(values[1:]) for which, values in times.items()}
 
 
