@@ -62,7 +62,8 @@ class ParallelGroups:
         embedding: first and last pipeline stage, which may share a tied embedding.
         replicas: all ranks of one pipeline stage, over which parameters are replicated that other
             sharding leaves aside.
-        control: all ranks, for agreements between hosts; on gloo, so that they wait for no GPU.
+        control: all ranks, for agreements between hosts; on gloo and, as `create` makes it, over a
+            process group of its own, so that they wait for no GPU and for no reduce under way.
     """
 
     world: Group

@@ -32,6 +32,7 @@ from megatron_lw.dist_checkpointing.snapshot import (
 from megatron_lw.dist_checkpointing.source import Source, open_source
 from megatron_lw.dist_checkpointing.storage import Storage
 from megatron_lw.distributed.agreement import attempt
+from megatron_lw.distributed.finalize import meet_in_reduces
 from megatron_lw.errors import CheckpointError, ConfigError
 from megatron_lw.optimizer.held import held_buckets
 from megatron_lw.optimizer.param_groups import POLICIES
@@ -100,7 +101,8 @@ def load(
         leave_out: what stays as it is: patterns of names, or of `name/state`; "loss_scaler" too.
         storage: where files are; the file system if None.
 
-    Collective: gathers of small objects over `groups.control`, then one all-gather a bucket over
+    Collective: gathers of small objects over `groups.control`, after an overlapped backward the
+    reduces that it has not started, then one all-gather a bucket over
     its reduce group; every rank calls it.
 
     Raises:
@@ -125,6 +127,7 @@ def load(
         return holdings(optimizer)
 
     held = attempt(collect, control)
+    meet_in_reduces(optimizer.model_chunks, control)
     source = open_source(path, storage, control)
     aliases = gather_aliases(held, control)
     found, histories = attempt(lambda: _match(optimizer, held, source, aliases, wishes), control)

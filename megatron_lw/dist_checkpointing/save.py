@@ -23,6 +23,7 @@ from megatron_lw.dist_checkpointing.snapshot import Snapshot, Stateful, take_sna
 from megatron_lw.dist_checkpointing.storage import FileStorage, Storage, make_directory
 from megatron_lw.distributed.agreement import attempt
 from megatron_lw.distributed.collectives import gather_objects
+from megatron_lw.distributed.finalize import meet_in_reduces
 from megatron_lw.distributed.group import Group
 from megatron_lw.errors import CheckpointError, ConfigError
 
@@ -67,7 +68,8 @@ def save(
     Returns:
         The checkpoint's directory.
 
-    Collective: gathers of small objects over `groups.control`, in the background over a process
+    Collective: gathers of small objects over `groups.control`, and after an overlapped backward the
+    reduces that the step would start; in the background over a process
     group of its own, which the first such save creates; every rank calls it.
 
     Raises:
@@ -86,6 +88,7 @@ def save(
         return number
 
     step = attempt(check, optimizer.groups.control)
+    meet_in_reduces(optimizer.model_chunks, optimizer.groups.control)
     snapshot = take_snapshot(model, optimizer, scheduler, extra, step=step, leave_out=leave_out)
 
     def write(snapshot: Snapshot, group: Group) -> Path:

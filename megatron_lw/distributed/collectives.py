@@ -367,12 +367,14 @@ def host_device(group: Group) -> torch.device:
 
 
 def create_control_group(world: Group, timeout: timedelta | None = None) -> Group:
-    """A group of all ranks that reduces host memory, so that agreeing never waits for a GPU.
+    """A group of all ranks for agreeing: it waits neither for a GPU nor for reduces under way.
 
-    Collective: creates a process group where the world's backend is not gloo already.
+    It has a process group of its own, on host memory. A backward that overlaps may have started
+    reduces on one rank and not on another, where a gradient did not come; on the same process group
+    whatever is agreed then would meet them.
+
+    Collective: creates a process group, if there is more than one rank.
     """
-    if world.handle is None or dist.get_backend(world.handle) == "gloo":
-        return world.renamed("control")
     return create_host_group("control", world, timeout)
 
 

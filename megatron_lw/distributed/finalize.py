@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron_lw.distributed import collectives
 from megatron_lw.distributed.agreement import Kept
+from megatron_lw.distributed.buffers import GradState
 from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.distributed.group import Group
 from megatron_lw.errors import ConfigError
@@ -61,6 +62,26 @@ def finalize_model_grads(
         with kept.keeping(f"chunk {number}"):
             chunk.kept.raise_kept()
     kept.raise_kept()
+
+
+def meet_in_reduces(chunks: Sequence[DistributedDataParallel], control: Group) -> None:
+    """Bring all ranks to the same reduces, in the midst of a step too.
+
+    An overlapped backward starts reduces as gradients come. Where one did not come on some rank,
+    others are ahead of it, and no collective on the same process groups may follow. Where any rank
+    has started a reduce, all ranks start all of them, as the step would do next.
+
+    Collective: an all-reduce (max) of one integer over `control`, if reduces overlap; then maybe
+    the reduce-scatters of all buckets.
+    """
+    if not any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks):
+        return
+    ahead = any(b.grad_state is GradState.REDUCING for chunk in chunks for b in chunk.buckets)
+    begun = torch.tensor(int(ahead), dtype=torch.int32, device=collectives.host_device(control))
+    collectives.all_reduce(begun, control, "max", label="reduces under way")
+    if begun.item():
+        for chunk in chunks:
+            chunk.start_grad_sync()
 
 
 def _finalize(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_lw.distributed.agreement import agree_on_failure
+from megatron_lw.distributed.agreement import agree_on_failure, attempt
 from megatron_lw.distributed.buffers import GradState
 from megatron_lw.distributed.calls import compare_call_counts
 from megatron_lw.distributed.ddp import DistributedDataParallel
@@ -57,19 +57,21 @@ def check_optimizer(optimizer: LayerWiseDistributedOptimizer, *, collectives: bo
         collectives: whether to compare, before anything else, how often each rank has made each
             collective.
 
-    Collective: six small ones on every rank, whatever it finds: an all-gather of digests over the
-    exchange group of each domain, over `groups.embedding` and over `groups.pp`, and an all-reduce
-    of one integer over `groups.control`; with `collectives` an all-gather of counts over
+    Collective: an all-gather over `groups.control` of whether a rank is inside of a step; then six
+    small ones on every rank, whatever it finds: an all-gather of digests over the exchange group of
+    each domain, over `groups.embedding` and over `groups.pp`, and an all-reduce of one integer over
+    `groups.control`; with `collectives` an all-gather of counts over
     `groups.control` first. Where something differs, a few more over the group in which it does.
 
     Raises:
         InvariantError: on every rank, naming each invariant that does not hold, with the first
             parameter, the ranks and the values.
-        StateError: a step failed half-way, on the ranks that know it; or reduces may be under way
-            since `overlap_grad_reduce` is on and backward has begun.
+        StateError: a step failed half-way, on the ranks that know it; or on every rank: reduces may
+            be under way since `overlap_grad_reduce` is on and backward has begun on one.
     """
     chunks, groups = optimizer.model_chunks, optimizer.groups
-    _require_between_steps(chunks)
+    _require_working(chunks)
+    attempt(lambda: _require_between_steps(chunks), groups.control)
     if collectives:
         compare_call_counts(groups)
     for chunk in chunks:
@@ -92,12 +94,17 @@ def check_optimizer(optimizer: LayerWiseDistributedOptimizer, *, collectives: bo
         raise InvariantError(f"check() found what must not be: {found}") from mine
 
 
-def _require_between_steps(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Refuse, before any collective, where other ranks may be inside of a step."""
-    begun = (GradState.ACCUMULATING, GradState.REDUCING)
+def _require_working(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Refuse, before any collective, after a failure: other ranks may be elsewhere."""
     for chunk in chunks:
         if chunk.broken is not None:
             raise StateError(f"the optimizer is broken: {chunk.broken}; {_ANEW}")
+
+
+def _require_between_steps(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Refuse where this rank may have started reduces that others have not."""
+    begun = (GradState.ACCUMULATING, GradState.REDUCING)
+    for chunk in chunks:
         overlaps = chunk.ddp_config.overlap_grad_reduce
         if overlaps and any(bucket.grad_state in begun for bucket in chunk.buckets):
             raise StateError(

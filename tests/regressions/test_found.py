@@ -1,16 +1,19 @@
 """What the property tests have found in this library, each as the input it comes down to.
 
 Overlapped reduces of a group were started in another order on two ranks where a parameter got no
-gradient on one of them, and gradients divided by tokens were not averaged over copies. Class *exact
-sums*, element-wise.
+gradient on one of them, and gradients divided by tokens were not averaged over copies. A save in
+the midst of such a step waited for ever. Class *exact sums*, element-wise.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
 import megatron_lw
+from megatron_lw.dist_checkpointing import load, save
 from tests.distributed.cases import Bag, initial_values
 from tests.harness import run_ranks
 from tests.regressions.given import CONFIG, Tensors, backward, build, reduced, weights
@@ -114,3 +117,58 @@ def test_tokens_are_counted_after_all_reduces_are_started(ranks: int) -> None:
     for a, b in zip(plain, overlapped, strict=True):
         assert torch.equal(a["a_weight"], b["a_weight"])
         assert not torch.equal(a["a_weight"], torch.ones(SHAPE))
+
+
+def interrupted(root: Path, what: str, missing: bool) -> tuple[Tensors, bool, str]:
+    """Between an overlapped backward and its step; some gradients do not come on rank 0."""
+    built = build(
+        {"a_weight": torch.ones(SHAPE), "b_weight": torch.ones(SHAPE), "c_bias": torch.ones(7)},
+        ddp_config=OVERLAP,
+    )
+    ddp, optimizer = built
+    names, message, ahead = list(ddp.module.state_dict()), "", False
+    for step in range(3):
+        gone = {0: set(names), 1: {"b_weight"}}.get(ddp.groups.dp.rank, set())
+        gone = gone if missing and step == 1 else set()
+        backward(
+            built,
+            {n: torch.ones(ddp.module.get_parameter(n).shape) for n in names if n not in gone},
+        )
+        if step == 1:
+            ahead = any(bucket.handle.outstanding for bucket in ddp.buckets)
+            if what == "save":
+                save(root, *built, step=step, background=True)
+            elif what == "load":
+                load(root, *built)
+                continue
+            elif what == "check":
+                try:
+                    optimizer.check()
+                except megatron_lw.StateError as error:
+                    message = str(error)
+        optimizer.step()
+        if what == "load" and step == 0:
+            save(root, *built, step=step)
+    optimizer.check(collectives=True)
+    return weights(built), ahead, message
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("missing", [False, True], ids=["all come", "some are missing"])
+def test_a_call_between_backward_and_step_finds_all_ranks_at_the_same_reduces(
+    tmp_path: Path, ranks: int, missing: bool
+) -> None:
+    """Ranks whose gradients have all come had begun reduces that the others had not."""
+    plain = run_ranks(interrupted, ranks, tmp_path, "", missing)
+    assert any(ahead for _, ahead, _ in plain)
+    assert not missing or not all(ahead for _, ahead, _ in plain)
+    for what in ("save", "check"):
+        for (weight, *_), (other, _, message) in zip(
+            plain, run_ranks(interrupted, ranks, tmp_path / what, what, missing), strict=True
+        ):
+            assert all(torch.equal(weight[name], other[name]) for name in weight)
+            assert (what == "check") == ("between backward and step() with overlap" in message)
+    loaded = run_ranks(interrupted, ranks, tmp_path / "load", "load", missing)
+    for weight, *_ in loaded:
+        assert all(torch.equal(weight[name], loaded[0][0][name]) for name in weight)
+        assert not torch.equal(weight["a_weight"], torch.ones(SHAPE))
