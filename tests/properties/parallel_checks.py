@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
 
+from tests.properties.parallel_held import Held, Masters
 from tests.properties.parallel_models import THRESHOLD, Case, Spec, Step
-from tests.properties.parallel_ranks import checksum
 from tests.properties.parallel_shares import (
-    dtype_of,
+    checksum,
     gradient,
     holds,
     initial,
@@ -24,22 +25,35 @@ from tests.properties.parallel_shares import (
 )
 from tests.reference import Reference, Settings
 
-Reports = list[tuple[list[dict[str, Any]], dict[str, Any]]]
-Masters = dict[tuple[str, int], torch.Tensor]
+Reports = list[list[tuple[list[dict[str, Any]], dict[str, Any]]]]
+Phase = list[tuple[list[dict[str, Any]], dict[str, Any]]]
 
 
 class Oracle:
     """One process over all tokens: whole parameters, each matrix of a stack by itself."""
 
     def __init__(self, case: Case) -> None:
-        self.case = case
-        self.specs = {spec.name: spec for spec in case.specs if spec.trainable}
+        self.turn_to(case)
         values, settings = {}, {}
         for spec in self.specs.values():
             for name, value in self._entries(spec, initial(case, spec)).items():
                 values[name] = value
                 settings[name] = self._settings(spec)
         self.reference = Reference(values, settings, clip_grad=case.config["clip_grad"])
+
+    def turn_to(self, case: Case) -> None:
+        """Take the case as it is in another topology."""
+        self.case = case
+        self.specs = {spec.name: spec for spec in case.specs if spec.trainable}
+
+    def load(self) -> None:
+        """What a load changes: rows of padding are zero."""
+        for name, spec in self.specs.items():
+            if "logical_rows" in spec.tag:
+                numel = self.reference.masters[name].numel()
+                rows = self.reference._flat[name].detach()[:numel].view(spec.shape)
+                rows[spec.tag["logical_rows"] :] = 0.0
+                self.reference.masters[name][spec.tag["logical_rows"] :] = 0.0
 
     def _entries(self, spec: Spec, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parameter as what the reference steps: its matrices, or the whole of it."""
@@ -64,6 +78,11 @@ class Oracle:
         for settings in self.reference.settings.values():
             settings.lr *= 0.5
 
+    def change_decay(self) -> None:
+        """Halve every weight decay."""
+        for settings in self.reference.settings.values():
+            settings.weight_decay *= 0.5
+
     def step(self, number: int) -> tuple[bool, float | None, int | None]:
         """Step, unless the step is to be skipped; returns what `optimizer.step` should."""
         step = self.case.steps[number]
@@ -74,7 +93,9 @@ class Oracle:
             grads.update(self._entries(spec, grad))
         squares = sum(float(g.double().square().sum()) for g in grads.values())
         zeros = sum(int((g == 0).sum()) for g in grads.values()) - padding
-        if poisoned(self.case, step) is not None:
+        if step.kind == "break":
+            self.load()
+        if step.kind in ("fail", "break") or poisoned(self.case, step) is not None:
             return False, None, None
         if math.sqrt(squares) > THRESHOLD:
             return False, math.sqrt(squares), zeros
@@ -115,35 +136,47 @@ def _blocks(spec: Spec) -> tuple[tuple[int, ...], ...]:
 
 def check(case: Case, reports: Reports) -> None:
     """Hold every rank's report against one process."""
-    _check_collectives(reports)
-    oracle = Oracle(case)
-    masters = {
-        (spec.name, rank): part_of(case, spec, initial(case, spec), place_of(case, rank))
-        for spec in case.specs
-        for rank in range(case.ranks)
-        if holds(spec, place_of(case, rank))
-    }
-    events = zip(*(report for report, _ in reports), strict=True)
-    for number, step in enumerate(case.steps):
-        for what in _expected_events(step):
-            if what == "change_lr":
-                oracle.change_lr()
-                continue
+    oracle, held = Oracle(case), Held(case)
+    for phase, (part, numbers) in enumerate(case.phases):
+        here = [report[phase] for report in reports]
+        _check_collectives(here)
+        events = zip(*(report for report, _ in here), strict=True)
+        if phase:
+            oracle.turn_to(part)
+            oracle.load()
+            held.turn_to(part)
             found = next(events)
-            assert {event["what"] for event in found} == {what}
-            if what == "forward":
-                for rank, event in enumerate(found):
-                    _check_weights(case, masters, rank, event["seen"])
-                continue
-            success = _check_result(oracle.step(number), [event["result"] for event in found])
-            after = {**masters, **_assemble(case, reports, found)}
-            for key, master in after.items():
-                assert success or torch.equal(master, masters[key]), key
-            masters = after
-            _check_masters(case, oracle, masters)
-    assert next(events, None) is None
-    for rank, (_, facts) in enumerate(reports):
-        _check_weights(case, masters, rank, facts["weights"], all_of_them=True)
+            assert {event["what"] for event in found} == {"load"}
+            held.update(_assemble(part, here, found), success=False, loaded=False)
+        for number in numbers:
+            _check_step(oracle, held, here, number, events)
+        assert next(events, None) is None
+        for rank, (_, facts) in enumerate(here):
+            _check_weights(held, rank, facts["weights"], all_of_them=True)
+
+
+def _check_step(
+    oracle: Oracle, held: Held, reports: Phase, number: int, events: Iterator[Any]
+) -> None:
+    """All that was reported around one step."""
+    step = oracle.case.steps[number]
+    for what in _expected_events(step):
+        if what == "change_lr":
+            oracle.change_lr()
+            continue
+        if what == "change_decay":
+            oracle.change_decay()
+            continue
+        found = next(events)
+        assert {event["what"] for event in found} == {what}
+        if what == "forward":
+            for rank, event in enumerate(found):
+                _check_weights(held, rank, event["seen"])
+            continue
+        success = _check_result(oracle.step(number), [event["result"] for event in found])
+        masters = _assemble(oracle.case, reports, found)
+        held.update(masters, success=success, loaded=step.kind == "break")
+        _check_masters(oracle, held.masters)
 
 
 def _expected_events(step: Step) -> list[str]:
@@ -152,10 +185,10 @@ def _expected_events(step: Step) -> list[str]:
         [{"evaluate": "forward"}.get(each, each) for each in part] for part in step.operations
     )
     events = [*before, *between, *["forward"] * step.micro_batches, *middle, "step", *after]
-    return [event for event in events if event in ("forward", "change_lr", "step")]
+    return [event for event in events if event in ("forward", "change_lr", "change_decay", "step")]
 
 
-def _check_collectives(reports: Reports) -> None:
+def _check_collectives(reports: Phase) -> None:
     """All ranks of a group have made the same calls on it."""
     for name in reports[0][1]["calls"]:
         seen: dict[tuple[int, ...], dict[str, int]] = {}
@@ -177,7 +210,7 @@ def _check_result(expected: tuple[Any, ...], results: list[tuple[Any, ...]]) -> 
     return success
 
 
-def _assemble(case: Case, reports: Reports, found: tuple[dict[str, Any], ...]) -> Masters:
+def _assemble(case: Case, reports: Phase, found: tuple[dict[str, Any], ...]) -> Masters:
     """Each rank's local masters, put together from the rows of the ranks that hold them."""
     slots: dict[tuple[str, int], list[tuple[int, torch.Tensor]]] = {}
     for rank, event in enumerate(found):
@@ -202,8 +235,9 @@ def _start(part: tuple[int, torch.Tensor]) -> int:
     return part[0]
 
 
-def _check_masters(case: Case, oracle: Oracle, masters: Masters) -> None:
+def _check_masters(oracle: Oracle, masters: Masters) -> None:
     """Against the reference, and replicas against each other."""
+    case = oracle.case
     for spec in oracle.specs.values():
         copies: dict[int, torch.Tensor] = {}
         whole = oracle.master(spec)
@@ -225,14 +259,14 @@ def _check_masters(case: Case, oracle: Oracle, masters: Masters) -> None:
 
 
 def _check_weights(
-    case: Case, masters: Masters, rank: int, seen: dict[str, int], *, all_of_them: bool = False
+    held: Held, rank: int, seen: dict[str, int], *, all_of_them: bool = False
 ) -> None:
-    """What a rank read is its masters in the dtype of the weight, bit for bit."""
-    place = place_of(case, rank)
-    held = {spec.name: spec for spec in case.specs if holds(spec, place)}
-    assert set(seen) == set(held) if all_of_them else set(seen) <= set(held)
+    """What a rank read is its masters in the format of the weight, bit for bit."""
+    place = place_of(held.case, rank)
+    specs = {spec.name: spec for spec in held.case.specs if holds(spec, place)}
+    assert set(seen) == set(specs) if all_of_them else set(seen) <= set(specs)
     for name, value in seen.items():
-        assert value == checksum(masters[name, rank].to(dtype_of(held[name]))), held[name]
+        assert value == checksum(held.weight(specs[name], rank)), specs[name]
 
 
 def features(case: Case, reports: Reports) -> set[str]:
@@ -240,19 +274,22 @@ def features(case: Case, reports: Reports) -> set[str]:
     found = {spec.kind for spec in case.specs}
     found |= {f"use {spec.use}" for spec in case.specs if spec.trainable}
     found |= {f"dtype {spec.dtype}" for spec in case.specs}
+    found |= {f"recipe {spec.recipe}" for spec in case.specs if spec.recipe is not None}
     found |= {f"step {step.kind}" for step in case.steps}
     found |= {f"finalize {step.finalize}" for step in case.steps}
     found |= {op for step in case.steps for part in step.operations for op in part}
     found |= {f"{name} {value}" for name, value in case.ddp_config.items()}
     found |= {f"exact {case.exact}", f"optimizer {case.config['optimizer']}"}
-    steps = [event for event in reports[0][0] if event["what"] == "step"]
-    facts = [facts for _, facts in reports]
+    steps = [event for seen, _ in reports[0] for event in seen if event["what"] == "step"]
+    facts = [facts for report in reports for _, facts in report]
     conditions = {
         "divided": any(spec.tp_dim is not None for spec in case.specs),
         "accumulate": any(step.micro_batches > 1 for step in case.steps),
         "absent": any(step.absent for step in case.steps),
         "clip": case.config["clip_grad"] > 0,
         "garbage": case.garbage,
+        "background": case.background and "save" in found,
+        "moved": case.later is not None and 0 < case.cut < len(case.steps),
         "late": case.late and any(event["gathering"] for event in steps),
         "skipped": any(not event["result"][0] for event in steps),
         "reducing": any(event["reducing"] for event in steps),

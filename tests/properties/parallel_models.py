@@ -1,12 +1,13 @@
 """What a case of the parallel properties is: model, topology, settings and interleaving.
 
-Records only. `parallel_strategies` draws them, `parallel_shares` says which part and gradient each
-rank has, `parallel_ranks` trains on one rank, and `parallel_checks` compares with one process.
+Records only. A case may have two phases: the second goes on, from a checkpoint, in another topology
+of as many ranks. `parallel_strategies` draws them, `parallel_shares` says which part and gradient
+each rank has, `parallel_ranks` trains on one rank, and `parallel_checks` compares with one process.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -64,8 +65,19 @@ KINDS = (
     "tied",
     "frozen",
     "fp32",
+    "quantised",
 )
-OPERATIONS = ("evaluate", "start_sync", "sync", "finish_sync", "zero_grad", "change_lr", "check")
+OPERATIONS = (
+    "evaluate",
+    "start_sync",
+    "sync",
+    "finish_sync",
+    "zero_grad",
+    "change_lr",
+    "change_decay",
+    "check",
+    "save",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +97,7 @@ class Spec:
         chunk: model chunk.
         use: how forward reaches it: "own" module, "loose", "borrowed", or "twice".
         lr: learning rate, where an override gives one.
+        recipe: name of the FP8 recipe, where the weight is quantised.
         tags: further tags.
     """
 
@@ -100,6 +113,7 @@ class Spec:
     chunk: int = 0
     use: str = "own"
     lr: float | None = None
+    recipe: str | None = None
     tags: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -131,11 +145,12 @@ class Step:
 
     Attributes:
         micro_batches: backwards that are accumulated; all but the last under `no_sync`.
-        kind: "plain", "nonfinite", "huge" (above the threshold), or "empty" (no backward).
+        kind: "plain", "nonfinite", "huge" (above the threshold), "empty" (no backward), "fail" (one
+            rank has a wrong setting), or "break" (one rank fails half-way; a checkpoint is loaded).
         absent: how many of ten gradients do not come.
         finalize: "step" leaves it to the step, "hook" calls it, "tokens" divides by tokens.
         operations: in between: before zero_grad, after it, after backward, after the step.
-        poison: which element of what is not finite.
+        poison: which element of what is not finite, or which rank fails.
     """
 
     micro_batches: int = 1
@@ -160,6 +175,10 @@ class Case:
         exact: integer gradients, clip off; else real ones.
         garbage: whether replicas start with other values than the first.
         late: whether overlapped gathers arrive no sooner than somebody waits for them.
+        background: whether checkpoints are written beside training.
+        later: the topology of the second phase; None: there is none.
+        later_ddp_config: keywords of `DDPConfig` there.
+        cut: the first step of the second phase.
         seed: of values and gradients.
     """
 
@@ -172,14 +191,43 @@ class Case:
     exact: bool
     garbage: bool
     late: bool
+    background: bool
+    later: str | None
+    later_ddp_config: dict[str, Any]
+    cut: int
     seed: int
 
     @property
     def axes(self) -> Sizes:
         """Sizes of the axes of the topology, data parallelism included."""
-        tp, pp = self.sizes.get("tensor", 1), self.sizes.get("pipeline", 1)
-        etp, ep = self.sizes.get("expert_tensor", tp), self.sizes.get("expert", 1)
-        stage = self.ranks // pp
-        return {"tp": tp, "pp": pp, "dp": stage // tp, "etp": etp, "ep": ep} | {
-            "edp": stage // etp // ep
-        }
+        return axes_of(self.ranks, self.sizes)
+
+    @property
+    def phases(self) -> list[tuple[Case, range]]:
+        """The case as each topology has it, with the numbers of the steps there."""
+        if self.later is None:
+            return [(self, range(len(self.steps)))]
+        _, sizes = TOPOLOGIES[self.later]
+        axes = axes_of(self.ranks, sizes)
+        specs = tuple(
+            replace(
+                spec,
+                stages=tuple(dict.fromkeys(stage % axes["pp"] for stage in spec.stages))
+                if spec.kind != "tied"
+                else tuple(dict.fromkeys((0, axes["pp"] - 1))),
+                expert=spec.expert if spec.expert in (None, -1) else spec.expert % axes["ep"],
+            )
+            for spec in self.specs
+        )
+        second = replace(self, sizes=sizes, specs=specs, ddp_config=self.later_ddp_config)
+        return [(self, range(self.cut)), (second, range(self.cut, len(self.steps)))]
+
+
+def axes_of(ranks: int, sizes: Sizes) -> Sizes:
+    """Sizes of the axes of a topology, data parallelism included."""
+    tp, pp = sizes.get("tensor", 1), sizes.get("pipeline", 1)
+    etp, ep = sizes.get("expert_tensor", tp), sizes.get("expert", 1)
+    stage = ranks // pp
+    return {"tp": tp, "pp": pp, "dp": stage // tp, "etp": etp, "ep": ep} | {
+        "edp": stage // etp // ep
+    }

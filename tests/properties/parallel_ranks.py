@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import zlib
+import warnings
 from contextlib import ExitStack
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import megatron_lw
+from megatron_lw import fp8
+from megatron_lw.dist_checkpointing import CheckpointWarning, load, save, wait
+from megatron_lw.distributed.agreement import Kept
 from megatron_lw.distributed.finalize import finalize_model_grads
+from tests.distributed.fp8_cases import RECIPES
 from tests.late_gather import LateGather
+from tests.properties.parallel_chunks import Chunk
 from tests.properties.parallel_models import Case, Spec, Step
 from tests.properties.parallel_shares import (
+    checksum,
     dtype_of,
     gradient,
     holds,
@@ -29,78 +36,31 @@ from tests.properties.parallel_shares import (
 Tensors = dict[str, torch.Tensor]
 
 
-def checksum(x: torch.Tensor) -> int:
-    """CRC-32 of the bytes of a tensor."""
-    flat = x.detach().contiguous().view(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+class Breaking:
+    """A weight rule that fails, after the children have stepped."""
 
+    name = "injected"
 
-class Cell(nn.Module):
-    """One parameter with a forward of its own."""
-
-    def __init__(self, param: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = param
-
-    def forward(self, use: Any) -> torch.Tensor:
-        return use(self.weight)
-
-
-class Table(nn.Embedding):
-    """An embedding, recognised by its class."""
-
-    def __init__(self, param: nn.Parameter) -> None:
-        super().__init__(*param.shape, _weight=param.detach())
-        self.weight = param
-
-    def forward(self, use: Any) -> torch.Tensor:
-        return use(self.weight)
-
-
-class Chunk(nn.Module):
-    """A model chunk: parameters in modules, outside of modules, and used from outside."""
-
-    def __init__(self, params: dict[str, nn.Parameter], specs: dict[str, Spec]) -> None:
-        super().__init__()
-        self.specs = specs
-        self.cells = nn.ModuleDict()
-        self.loose = nn.ParameterDict()
-        for name, param in params.items():
-            if specs[name].kind == "table":
-                self.cells[name] = Table(param)
-            elif specs[name].use == "loose":
-                self.loose[name] = param
-            else:
-                self.cells[name] = Cell(param)
-
-    def forward(self, order: list[str], grads: dict[str, torch.Tensor]) -> Any:
-        """The loss that has these gradients, and checksums of the weights that it read."""
-        loss, seen = torch.zeros(()), {}
-        for name in order:
-
-            def use(weight: torch.Tensor, name: str = name) -> torch.Tensor:
-                seen[name] = checksum(weight)
-                if name not in grads:
-                    return torch.zeros(())
-                if self.specs[name].use == "twice":
-                    half = grads[name] / 2
-                    return (weight.float() * half).sum() + (weight.float() * half).sum()
-                return (weight.float() * grads[name]).sum()
-
-            if name in self.loose:
-                loss = loss + use(self.loose[name])
-            elif self.specs[name].use == "borrowed":
-                loss = loss + use(self.cells[name].weight)
-            else:
-                loss = loss + self.cells[name](use)
-        return loss, seen
+    def apply(self, kept: Kept) -> None:
+        """Fail; the step tells the other ranks."""
+        with kept.keeping("stage 'injected'"):
+            raise MemoryError("injected")
 
 
 class Trainer:
-    """One rank's part of a case."""
+    """One rank's part of a case.
 
-    def __init__(self, case: Case) -> None:
+    Args:
+        case: in one topology.
+        folder: for checkpoints.
+        junk: added to every weight, where a checkpoint is to be loaded.
+    """
+
+    def __init__(self, case: Case, folder: Path, junk: float = 0.0) -> None:
         self.case = case
+        self.folder = folder
+        self.saves = 0
+        self.junk = junk
         self.groups = megatron_lw.ParallelGroups.create(**case.sizes)
         self.rank = self.groups.world.rank
         self.place = place_of(case, self.rank)
@@ -137,7 +97,10 @@ class Trainer:
             first += self.place.pp
         if self.case.garbage and first:
             value += 1.0
-        param = nn.Parameter(value.to(dtype_of(spec)), requires_grad=spec.trainable)
+        value = (value + self.junk).to(dtype_of(spec))
+        if spec.recipe is not None:
+            value = fp8.QuantisedTensor.from_values(value, RECIPES[spec.recipe], keep_initial=True)
+        param = nn.Parameter(value, requires_grad=spec.trainable)
         matrices = spec.matrices
         if spec.expert == -1:
             matrices //= self.case.axes["ep"]
@@ -150,9 +113,10 @@ class Trainer:
             **spec.tag,
         )
 
-    def run(self) -> None:
-        """All steps of the case."""
-        for number, step in enumerate(self.case.steps):
+    def run(self, numbers: range) -> None:
+        """These steps of the case."""
+        for number in numbers:
+            step = self.case.steps[number]
             before, between, middle, after = step.operations
             self._operate(before, number)
             self.optimizer.zero_grad()
@@ -162,7 +126,7 @@ class Trainer:
             reducing = sum(b.handle.outstanding for c in self.chunks for b in c.buckets)
             self._operate(middle, number)
             self._finalize(step)
-            result = self.optimizer.step()
+            result = self._step(step)
             gathering = sum(p.outstanding for c in self.chunks for p in c.publishers)
             for chunk in self.chunks if self.case.late else []:
                 LateGather.delay(chunk.publishers)
@@ -170,30 +134,82 @@ class Trainer:
                 {
                     "what": "step",
                     "result": result,
-                    "masters": self._masters(),
+                    "masters": self.masters(),
                     "reducing": reducing,
                     "gathering": gathering,
                 }
             )
             self._operate(after, number)
+        wait(self.optimizer)
+
+    def _step(self, step: Step) -> tuple[bool, float | None, int | None]:
+        """A step, or what is left of one that has to fail."""
+        faulty = self.rank == step.poison % self.case.ranks
+        if step.kind == "fail":
+            group = self.optimizer.param_groups[step.poison % len(self.optimizer.param_groups)]
+            lr = group["lr"]
+            group["lr"] = -1.0 if faulty else lr
+            failed = self._has_failed(megatron_lw.LayerWiseError)
+            group["lr"] = lr
+            return (not failed, None, None)
+        if step.kind == "break":
+            self.save()
+            self.optimizer.weight_rules += [Breaking()] if faulty else []
+            failed = self._has_failed(megatron_lw.StateError)
+            self.optimizer.weight_rules.clear()
+            failed = self._has_failed(megatron_lw.StateError) and failed
+            self.load()
+            return (not failed, None, None)
+        return self.optimizer.step()
+
+    def _has_failed(self, kind: type[Exception]) -> bool:
+        try:
+            self.optimizer.step()
+        except kind:
+            return True
+        return False
+
+    def save(self) -> None:
+        """A further checkpoint."""
+        self.saves += 1
+        save(
+            self.folder,
+            self.chunks,
+            self.optimizer,
+            step=self.saves,
+            background=self.case.background,
+            keep_last=2,
+        )
+
+    def load(self) -> None:
+        """The newest checkpoint; what is warned of is another number of chunks or ranks."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            load(self.folder, self.chunks, self.optimizer)
 
     def _operate(self, operations: tuple[str, ...], number: int) -> None:
         for operation in operations:
-            if operation == "evaluate":
+            if operation.startswith("change"):
+                for group in self.optimizer.param_groups:
+                    group["lr" if operation == "change_lr" else "weight_decay"] *= 0.5
+            elif operation.endswith("sync"):
+                self._sync(operation)
+            elif operation == "evaluate":
                 with torch.no_grad():
                     self._forward({}, number)
-            if operation == "change_lr":
-                for group in self.optimizer.param_groups:
-                    group["lr"] *= 0.5
-            if operation == "check":
+            elif operation == "check":
                 self.optimizer.check(collectives=True)
-            if operation == "zero_grad":
+            elif operation == "save":
+                self.save()
+            else:
                 self.optimizer.zero_grad()
-            for chunk in self.chunks:
-                if operation in ("start_sync", "sync"):
-                    chunk.start_param_sync()
-                if operation in ("finish_sync", "sync"):
-                    chunk.finish_param_sync()
+
+    def _sync(self, operation: str) -> None:
+        for chunk in self.chunks:
+            if operation != "finish_sync":
+                chunk.start_param_sync()
+            if operation != "start_sync":
+                chunk.finish_param_sync()
 
     def _forward(self, grads: Tensors, number: int) -> torch.Tensor:
         loss, seen = torch.zeros(()), {}
@@ -235,7 +251,8 @@ class Trainer:
             tokens = torch.tensor(tokens_of(self.place.dp) if is_last else -1)
             finalize_model_grads(self.chunks, tokens, self.groups)
 
-    def _masters(self) -> list[tuple[str, int, torch.Tensor]]:
+    def masters(self) -> list[tuple[str, int, torch.Tensor]]:
+        """Name, first element and values of what is in this rank's rows."""
         return [
             (name, slot.param_start, publisher.master.row[slot.row_start :][: slot.numel].clone())
             for publisher in self.optimizer.runtime.publishers
@@ -259,14 +276,23 @@ class Trainer:
         }
 
 
-def run_case(case: Case) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Run a case on this rank.
+def run_case(case: Case, folder: Path) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Run a case on this rank; what was seen, and facts, of each phase.
 
     The groups are destroyed at the end: gloo keeps threads for each process group, and hundreds of
     cases in one worker would drown the machine in them.
     """
-    trainer = Trainer(case)
-    trainer.run()
-    facts = trainer.facts()
-    trainer.groups.destroy()
-    return trainer.report, facts
+    found = []
+    for phase, (part, numbers) in enumerate(case.phases):
+        trainer = Trainer(part, folder, junk=7.0 * phase)
+        if phase:
+            trainer.load()
+            trainer.saves = len(case.steps) * 10
+            trainer.report.append({"what": "load", "masters": trainer.masters()})
+        trainer.run(numbers)
+        if not phase and case.later is not None:
+            trainer.save()
+            wait(trainer.optimizer)
+        found.append((trainer.report, trainer.facts()))
+        trainer.groups.destroy()
+    return found

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_lw import fp8
 from tests.properties.parallel_models import HUGE, Case, Spec, Step
+
+
+def checksum(x: torch.Tensor) -> int:
+    """CRC-32 of the bytes of a tensor; of a quantised one of all that it consists of."""
+    x = x.detach()  # waits for a gather that is under way; a look at `planes` does not
+    parts = list(x.planes.tensors().values()) if isinstance(x, fp8.QuantisedTensor) else [x]
+    flat = [part.contiguous().view(-1) for part in parts if part.numel()]
+    return zlib.crc32(b"".join(part.view(torch.uint8).numpy().tobytes() for part in flat))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +66,17 @@ def part_of(case: Case, spec: Spec, whole: torch.Tensor, place: Place) -> torch.
     blocks = spec.blocks if spec.blocks and spec.tp_dim == 0 else (whole.shape[spec.tp_dim],)
     pieces = [b.chunk(size, spec.tp_dim)[index] for b in whole.split(list(blocks), spec.tp_dim)]
     return torch.cat(pieces, spec.tp_dim).contiguous()
+
+
+def whole_of(case: Case, spec: Spec, parts: dict[tuple[str, int], torch.Tensor]) -> torch.Tensor:
+    """The whole parameter from the parts of all ranks; copies are equal."""
+    whole = torch.full(spec.shape, torch.nan)
+    index = torch.arange(whole.numel()).view(spec.shape)
+    for rank in range(case.ranks):
+        if holds(spec, place := place_of(case, rank)):
+            at = part_of(case, spec, index, place).reshape(-1)
+            whole.view(-1)[at] = parts[spec.name, rank].reshape(-1)
+    return whole
 
 
 def share_of(spec: Spec, place: Place) -> tuple[int, ...]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import lcm
 from typing import Any
 
 from hypothesis import strategies as st
 
+from tests.distributed.fp8_cases import RECIPES
 from tests.properties.parallel_models import (
     KINDS,
     LR,
@@ -18,6 +20,7 @@ from tests.properties.parallel_models import (
     Sizes,
     Spec,
     Step,
+    axes_of,
 )
 
 
@@ -41,6 +44,17 @@ def _matrix(draw: st.DrawFn, tp: int, kind: str) -> dict[str, Any]:
     shape, tp_dim = draw(_shapes(2, tp, (0, 1)))
     tags = (("use_muon", False),) if kind == "opt_out" else ()
     return {"shape": shape, "tp_dim": tp_dim, "tags": tags}
+
+
+def _quantised(draw: st.DrawFn, tp: int, recipes: tuple[str, ...]) -> dict[str, Any]:
+    """A BF16 matrix in FP8; the sides of each shard are those that its format takes."""
+    recipe = draw(st.sampled_from(recipes))
+    sides = (32, 64, 96) if RECIPES[recipe].scales_are_codes else (8, 33, 96, 160)
+    shape = [draw(st.sampled_from(sides)) for _ in range(2)]
+    tp_dim = draw(st.sampled_from([None, 0, 1]))
+    if tp_dim is not None:
+        shape[tp_dim] *= tp
+    return {"shape": tuple(shape), "tp_dim": tp_dim, "dtype": "bfloat16", "recipe": recipe}
 
 
 def _vector(draw: st.DrawFn, tp: int, kind: str) -> dict[str, Any]:
@@ -94,10 +108,15 @@ def _table(draw: st.DrawFn, tp: int, kind: str, pp: int) -> dict[str, Any]:
     return found
 
 
-def _of_kind(draw: st.DrawFn, kind: str, axes: Sizes) -> dict[str, Any]:
-    tp, etp, ep = axes["tp"], axes["etp"], axes["ep"]
-    expert = draw(st.integers(0, ep - 1)) if kind.startswith("expert") else None
-    if kind in ("matrix", "fused", "opt_out"):
+def _of_kind(
+    draw: st.DrawFn, kind: str, axes: Sizes, common: Sizes, recipes: tuple[str, ...]
+) -> dict[str, Any]:
+    """A parameter that `axes` holds, and whose sides `common` divides."""
+    tp, etp, ep = common["tp"], common["etp"], common["ep"]
+    expert = draw(st.integers(0, axes["ep"] - 1)) if kind.startswith("expert") else None
+    if kind == "quantised":
+        return _quantised(draw, tp, recipes)
+    if kind in ("matrix", "fused", "opt_out", "frozen"):
         return _matrix(draw, tp, kind)
     if kind in ("vector", "scalar", "empty"):
         return _vector(draw, tp, kind)
@@ -113,13 +132,13 @@ def _of_kind(draw: st.DrawFn, kind: str, axes: Sizes) -> dict[str, Any]:
         return {**_matrix(draw, etp, "matrix"), "expert": expert}
     if kind == "expert_vector":
         return {**_vector(draw, etp, "vector"), "expert": expert}
-    if kind == "frozen":
-        return _matrix(draw, tp, "matrix")
     return _table(draw, tp, kind, axes["pp"])
 
 
 @st.composite
-def models(draw: st.DrawFn, axes: Sizes) -> tuple[Spec, ...]:
+def models(
+    draw: st.DrawFn, axes: Sizes, common: Sizes, recipes: tuple[str, ...]
+) -> tuple[Spec, ...]:
     """Up to twelve parameters, at least one of them trainable; at most one tied."""
     fewest = draw(st.sampled_from([1, 5, 9]))
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=fewest, max_size=MAX_PARAMS))
@@ -134,7 +153,7 @@ def models(draw: st.DrawFn, axes: Sizes) -> tuple[Spec, ...]:
             "chunk": draw(st.integers(0, chunks - 1)),
             "use": draw(st.sampled_from(["own", "loose", "borrowed", "twice"])),
             "lr": draw(st.sampled_from([None, None, None, LR / 2])),
-            **_of_kind(draw, kind, axes),
+            **_of_kind(draw, kind, axes, common, recipes),
         }
         specs.append(Spec(name=f"p{number}", kind=kind, **found))
     if not any(spec.trainable for spec in specs):
@@ -152,7 +171,7 @@ def _operations(draw: st.DrawFn, *, after_backward: bool) -> tuple[str, ...]:
 
 @st.composite
 def _steps(draw: st.DrawFn, plain_only: bool) -> Step:
-    kinds = ["plain"] * 3 + ["nonfinite", "huge", "empty"]
+    kinds = ["plain"] * 4 + ["nonfinite", "huge", "empty", "fail", "break"]
     return Step(
         micro_batches=draw(st.sampled_from([1, 1, 2, 3])),
         kind="plain" if plain_only else draw(st.sampled_from(kinds)),
@@ -163,13 +182,15 @@ def _steps(draw: st.DrawFn, plain_only: bool) -> Step:
     )
 
 
-def _reduce_modes(axes: Sizes, exact: bool, steps: tuple[Step, ...]) -> list[dict[str, bool]]:
+def _reduce_modes(
+    topologies: list[Sizes], exact: bool, steps: tuple[Step, ...]
+) -> list[dict[str, bool]]:
     """How gradients may be reduced so that their sums are what is asked for.
 
     In BF16 small integers are exact, divided by powers of two; other numbers are not.
     """
     modes = [{}]
-    powers_of_two = axes["dp"] * axes["tp"] in (1, 2, 4)
+    powers_of_two = all(axes["dp"] * axes["tp"] in (1, 2, 4) for axes in topologies)
     if powers_of_two or not exact:
         modes.append({"average_in_collective": True})
     if exact and powers_of_two and not any(step.finalize == "tokens" for step in steps):
@@ -178,10 +199,19 @@ def _reduce_modes(axes: Sizes, exact: bool, steps: tuple[Step, ...]) -> list[dic
     return modes
 
 
+_FREE: dict[str, st.SearchStrategy[Any]] = {
+    "bucket_size": st.sampled_from([None, 1, 60, 200, 1000, 5000]),
+    "overlap_grad_reduce": st.booleans(),
+    "overlap_param_gather": st.booleans(),
+}
+"""What may differ between the phases of a case."""
+
+
 @st.composite
 def cases(draw: st.DrawFn, topology: str) -> Case:
     """One example for a topology."""
     ranks, sizes = TOPOLOGIES[topology]
+    others = [name for name, (count, _) in TOPOLOGIES.items() if count == ranks]
     blank = Case(
         ranks=ranks,
         sizes=sizes,
@@ -192,9 +222,19 @@ def cases(draw: st.DrawFn, topology: str) -> Case:
         exact=draw(st.sampled_from([True, True, False])),
         garbage=draw(st.booleans()),
         late=draw(st.booleans()),
+        background=draw(st.booleans()),
+        later=draw(st.sampled_from([None, *others])),
+        later_ddp_config={},
+        cut=0,
         seed=draw(st.integers(0, 2**31)),
     )
-    specs = draw(models(blank.axes))
+    topologies = [blank.axes]
+    if blank.later is not None:
+        topologies.append(axes_of(ranks, TOPOLOGIES[blank.later][1]))
+    common = {axis: lcm(*(axes[axis] for axes in topologies)) for axis in blank.axes}
+    # Histories of maxima are of the shards that there are.
+    recipes = tuple(name for name in RECIPES if blank.later is None or name != "delayed")
+    specs = draw(models(blank.axes, common, recipes))
     steps = tuple(draw(_steps(number == 0)) for number in range(draw(st.integers(1, 4))))
     optimizer = draw(st.sampled_from(["muon", "muon", "adam"]))
     if all(spec.matrix("muon") is None for spec in specs):
@@ -213,9 +253,16 @@ def cases(draw: st.DrawFn, topology: str) -> Case:
         "bf16": any(spec.dtype == "bfloat16" for spec in specs),
     }
     ddp_config = {
-        "bucket_size": draw(st.sampled_from([None, 1, 60, 200, 1000])),
-        "overlap_grad_reduce": draw(st.booleans()),
-        "overlap_param_gather": draw(st.booleans()),
-        **draw(st.sampled_from(_reduce_modes(blank.axes, blank.exact, steps))),
+        "fp8_param_gather": draw(st.booleans()),
+        **draw(st.sampled_from(_reduce_modes(topologies, blank.exact, steps))),
     }
-    return replace(blank, specs=specs, steps=steps, config=config, ddp_config=ddp_config)
+    later = {name: draw(values) for name, values in _FREE.items()}
+    return replace(
+        blank,
+        specs=specs,
+        steps=steps,
+        config=config,
+        ddp_config={**ddp_config, **{name: draw(values) for name, values in _FREE.items()}},
+        later_ddp_config={**ddp_config, **later},
+        cut=draw(st.integers(0, len(steps))),
+    )

@@ -2,9 +2,10 @@
 
 Class *exact sums* where gradients are integers and the clip is off: element-wise children bitwise,
 fp32 Newton-Schulz within 1e-5 of the reference's fp64 one; else class *numerical*, within 1e-5.
-Class *bitwise*: all copies of a parameter, what forward reads against the masters, and masters
-over a skipped step. Norm and zero count are the reference's; all ranks of a group make the same
-calls on it.
+Class *bitwise*: all copies of a parameter, what forward reads against the masters, quantised
+weights with both planes, and masters over a step that is skipped, fails, or is taken back by a
+load, and over a move to another topology by way of a checkpoint. Norm and zero count are the
+reference's; all ranks of a group make the same calls on it.
 
 100 examples, four for each topology, with fixed seeds where `CI` is set; 2,000 in `make fuzz`. The
 topologies are parameters of the test, so that each of them occurs.
@@ -12,8 +13,10 @@ topologies are parameters of the test, so that each of them occurs.
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import event, given, seed, settings
@@ -28,7 +31,8 @@ REQUIRED = {
     *KINDS,
     *OPERATIONS,
     *(f"use {use}" for use in ("own", "loose", "borrowed", "twice")),
-    *(f"step {kind}" for kind in ("plain", "nonfinite", "huge", "empty")),
+    *(f"step {kind}" for kind in ("plain", "nonfinite", "huge", "empty", "fail", "break")),
+    *("fp8_param_gather True", "moved", "background"),
     *(f"finalize {how}" for how in ("step", "hook", "tokens")),
     *("dtype float32", "dtype bfloat16", "optimizer muon", "optimizer adam"),
     *("exact True", "exact False", "divided", "accumulate", "absent", "clip", "garbage", "late"),
@@ -57,7 +61,8 @@ def test_any_run_equals_one_process(
     @settings(max_examples=examples)
     @given(cases(topology))
     def example(case: Case) -> None:
-        reports = run_ranks(run_case, case.ranks, case)
+        with tempfile.TemporaryDirectory() as folder:
+            reports = run_ranks(run_case, case.ranks, case, Path(folder))
         check(case, reports)
         found = features(case, reports)
         seen.update({topology, *found})
