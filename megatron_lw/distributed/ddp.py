@@ -337,6 +337,9 @@ class DistributedDataParallel(nn.Module):
     def broadcast_params(self) -> None:
         """Make replicas equal: every parameter and buffer as the first rank of its group has it.
 
+        Between steps: after an overlapped backward a rank may have started reduces that others
+        have not, and would meet them.
+
         Collective: see `replicate`.
         """
         self.finish_param_sync()

@@ -230,7 +230,7 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         self._require_working()
-        added = attempt(lambda: self._explicit_group(param_group), self.groups.world)
+        added = attempt(lambda: self._explicit_group(param_group), self.groups.control)
         self._runtime = self._rebuild([*self._explicit, added])
         self._explicit.append(added)
         self.param_groups[:] = make_param_groups(self.config, self._runtime, self.param_groups)

@@ -141,9 +141,12 @@ def interrupted(root: Path, what: str, missing: bool) -> tuple[Tensors, bool, st
             elif what == "load":
                 load(root, *built)
                 continue
-            elif what == "check":
+            elif what:
                 try:
-                    optimizer.check()
+                    if what == "check":
+                        optimizer.check()
+                    else:
+                        optimizer.add_param_group({"params": [ddp.module.c_bias], "lr": 1.0})
                 except megatron_lw.StateError as error:
                     message = str(error)
         optimizer.step()
@@ -162,12 +165,16 @@ def test_a_call_between_backward_and_step_finds_all_ranks_at_the_same_reduces(
     plain = run_ranks(interrupted, ranks, tmp_path, "", missing)
     assert any(ahead for _, ahead, _ in plain)
     assert not missing or not all(ahead for _, ahead, _ in plain)
-    for what in ("save", "check"):
+    refused = {
+        "check": "between backward and step() with overlap",
+        "add": "add_param_group after the first step",
+    }
+    for what in ("save", *refused):
         for (weight, *_), (other, _, message) in zip(
             plain, run_ranks(interrupted, ranks, tmp_path / what, what, missing), strict=True
         ):
             assert all(torch.equal(weight[name], other[name]) for name in weight)
-            assert (what == "check") == ("between backward and step() with overlap" in message)
+            assert refused.get(what, "") in message and bool(message) == (what in refused)
     loaded = run_ranks(interrupted, ranks, tmp_path / "load", "load", missing)
     for weight, *_ in loaded:
         assert all(torch.equal(weight[name], loaded[0][0][name]) for name in weight)
