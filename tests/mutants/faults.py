@@ -8,6 +8,7 @@ _REFERENCE = "tests/distributed/test_against_reference.py"
 _PARALLEL = "tests/distributed/test_parallel.py"
 _CHECKPOINT = "tests/distributed/test_checkpoint.py"
 _RESUME = "tests/distributed/test_checkpoint_resume.py"
+_QUANTISED = "tests/regressions/test_quantised.py"
 
 
 @dataclass(frozen=True)
@@ -263,5 +264,69 @@ FAULTS = (
         "        if len(set(digests)) > 1:\n",
         "        if False:\n",
         (_RESUME,),
+    ),
+    Fault(
+        "masters",
+        "every part of a cut weight starts from its first elements",
+        "optimizer/masters.py",
+        "part = weight[slot.param_start : slot.param_start + slot.numel]",
+        "part = weight[: slot.numel]",
+        (_REFERENCE,),
+    ),
+    Fault(
+        "adam",
+        "the bias correction is of the step before",
+        "optimizer/children/elementwise.py",
+        "        self.num_steps += 1\n        rows",
+        "        self.num_steps += 1 + (self.num_steps > 0)\n        rows",
+        (_REFERENCE,),
+    ),
+    Fault(
+        "adam",
+        "the decay rates of the two moments are exchanged",
+        "optimizer/children/adam.py",
+        'betas=group["betas"],',
+        'betas=group["betas"][::-1],',
+        (_REFERENCE,),
+    ),
+    Fault(
+        "buffers",
+        "zeros that were asked for during a gather are forgotten",
+        "distributed/buffers.py",
+        "            if self.grad_state is GradState.EMPTY:\n                self.grads.zero_()",
+        "            if False:\n                self.grads.zero_()",
+        (_QUANTISED,),
+    ),
+    Fault(
+        "fp8",
+        "the column-wise plane stays as it was",
+        "fp8/wire.py",
+        '            if each.way in ("fp8", "rows"):\n                derive_columns',
+        '            if each.way == "rows":\n                derive_columns',
+        (_QUANTISED,),
+    ),
+    Fault(
+        "fp8",
+        "what travels is quantised from the fp32 masters",
+        "fp8/wire.py",
+        "self._values = master.to(torch.bfloat16)",
+        "self._values = master.clone()",
+        (_QUANTISED,),
+    ),
+    Fault(
+        "fp8",
+        "ranks do not agree on the maxima of what is cut",
+        "distributed/gather.py",
+        "        if maxima is not None and maxima.numel():",
+        "        if maxima is None:",
+        ("tests/distributed/test_fp8.py", _QUANTISED),
+    ),
+    Fault(
+        "checkpoint",
+        "a save in the midst of a step leaves ranks at different reduces",
+        "distributed/finalize.py",
+        "    if begun.item():",
+        "    if False:",
+        ("tests/regressions/test_found.py",),
     ),
 )
