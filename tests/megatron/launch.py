@@ -22,15 +22,25 @@ import torch.distributed as dist
 from tests.harness import run_ranks, shutdown_pool
 
 
-def on_ranks(ranks: int, module: str, name: str, *args: object) -> list[Any]:
-    """`run` on several ranks; more than two start anew.
+class _Launcher:
+    """Starts workers anew where those at hand have not all run the same cases.
 
     Workers that have run Megatron and new ones count process groups differently, and wait for each
-    other.
+    other. Workers beyond the first two sit out most cases.
     """
-    if ranks > 2:
-        shutdown_pool()
-    return run_ranks(run, ranks, module, name, *args, timeout=300)
+
+    def __init__(self) -> None:
+        self._ranks = 0
+
+    def __call__(self, ranks: int, module: str, name: str, *args: object) -> list[Any]:
+        """`run` on several ranks."""
+        if ranks > 2 and ranks != self._ranks:
+            shutdown_pool()
+        self._ranks = ranks
+        return run_ranks(run, ranks, module, name, *args, timeout=300)
+
+
+on_ranks = _Launcher()
 
 
 def run(module: str, name: str, *args: object) -> Any:

@@ -99,6 +99,17 @@ def adopting_refuses(flags: list[str]) -> str:
     return ""
 
 
+def reduces(flags: list[str]) -> tuple[int, list[int]]:
+    """Number of buckets, and reduce-scatters after each step of the loop."""
+
+    def count(model: Any, optimizer: Any) -> tuple[int, int]:
+        [chunk] = model
+        return len(chunk.buckets), chunk.groups.dp.traffic.calls["reduce_scatter"]
+
+    found = train(flags, probe=count).extra
+    return found[0][0], [calls for _, calls in found]
+
+
 def fp16(flags: list[str]) -> tuple[Run, Run]:
     """Megatron's Adam and ours in FP16, from a loss scale that overflows."""
     return train(flags, ours=False), train(flags)

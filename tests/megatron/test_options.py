@@ -41,6 +41,13 @@ def test_overlap_changes_nothing() -> None:
         assert all(torch.equal(plain.weights[k], w) for k, w in overlapped.weights.items())
 
 
+def test_one_reduce_scatter_a_bucket_a_step() -> None:
+    """The loop accumulates two micro-batches: it finds `no_sync` and our hooks."""
+    for buckets, calls in run("reduces", 2, ["--bf16", *SHORT, *OVERLAP]):
+        assert buckets > 2
+        assert calls == [buckets * (step + 1) for step in range(6)]
+
+
 def test_frozen_parameters_stay_and_the_rest_trains() -> None:
     """Bitwise for what is frozen."""
     for before, after in run("frozen", 2, ["--bf16", *SHORT, *OVERLAP], "layers.0."):

@@ -5,6 +5,7 @@ Imported on ranks only, after `cuda_on_cpu.install()`.
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -87,6 +88,21 @@ def train(
                 ModelType.encoder_or_decoder,
                 _forward_step,
             )
+    finally:
+        megatron_lw.uninstall()
+        sys.argv = argv
+        training.destroy_global_state()
+    return run
+
+
+def run_script(path: str, flags: Iterable[str] = ()) -> Run:
+    """Run a script of a user's, which calls `install` itself, with `BASE` and flags."""
+    run = Run()
+    argv = sys.argv
+    sys.argv = [path, *BASE, *flags]
+    try:
+        with _watched(run, None, None):
+            runpy.run_path(path, run_name="__main__")
     finally:
         megatron_lw.uninstall()
         sys.argv = argv

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.megatron.runs import Run
-from tests.megatron.training import BASE, train
+from tests.megatron.training import BASE, run_script, train
 
 SPREAD_OPTIMIZER = ("--use-distributed-optimizer", "--overlap-param-gather")
 
@@ -25,3 +25,27 @@ def with_spread(flags: list[str]) -> tuple[Run, Run, Run]:
     theirs = train(flags, ours=False)
     other = train([*flags, "--micro-batch-size", "1"], ours=False)
     return theirs, other, train(flags)
+
+
+def layout(
+    flags: list[str], fp32: list[str], bf16: list[str], unseen: list[str]
+) -> tuple[Run, ...]:
+    """All runs of one layout: in FP32 two, in BF16 three, and in BF16 two in which nothing learns.
+
+    Args:
+        flags: of the layout.
+        fp32: more of them for FP32.
+        bf16: more of them for BF16.
+        unseen: more of them for the last two.
+    """
+    still = [*flags, *unseen, "--bf16", "--lr", "0", "--train-iters", "3"]
+    return (
+        *side_by_side([*flags, *fp32], fp32=True),
+        *with_spread([*flags, *bf16, "--bf16"]),
+        *side_by_side(still),
+    )
+
+
+def example(path: str, flags: list[str]) -> Run:
+    """The example as a user starts it."""
+    return run_script(path, flags)
