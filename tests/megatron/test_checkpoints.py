@@ -139,3 +139,30 @@ def test_state_by_buckets_is_refused_with_the_remedy(tmp_path: Path) -> None:
     for text in run("in_buckets", 2, str(tmp_path / "run"), MUON):
         assert text.startswith("CheckpointError")
         assert RESHARDABLE in text
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["--tensor-model-parallel-size 2 --swiglu", "--pipeline-model-parallel-size 2"],
+    ids=["tp2_to_tp1", "pp2_to_pp1"],
+)
+def test_our_own_checkpoints_of_megatrons_models(before: str, tmp_path: Path) -> None:
+    """States bitwise by name; losses numerical, FP32: within 1e-5."""
+    size, number, *rest = before.split()
+    both = [*SHORT, *FP32, *rest]
+    found = launch.on_ranks(
+        2,
+        "native_checkpoint_cases",
+        "other_layouts",
+        str(tmp_path / "run"),
+        both,
+        [size, number],
+        [],
+    )
+    whole = next(whole for whole, *_ in reversed(found) if whole.losses)
+    for _, other, differ, count in found:
+        assert differ == []
+        assert count > 50
+        assert other.losses[0] != whole.losses[0]
+        assert other.losses[3:] == pytest.approx(whole.losses[3:], abs=1e-5, rel=0)
+        assert other.norms[3:] == pytest.approx(whole.norms[3:], rel=1e-4)
