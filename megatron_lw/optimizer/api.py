@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from megatron_lw.fp8.te import load_fused_adam
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer.build import build_runtime
 from megatron_lw.optimizer.children.adam_backends import AdamBackend, resolve_adam_backend
+from megatron_lw.optimizer.older_arguments import check_older_arguments
 from megatron_lw.optimizer.routing import ExplicitGroup
 from megatron_lw.optimizer.runtime import Runtime
 from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer
@@ -32,6 +33,7 @@ def get_megatron_optimizer(
     use_gloo_process_groups: bool = True,
     pg_collection: ParallelGroups | None = None,
     dump_param_to_param_group_map: str | None = None,
+    **older: Any,
 ) -> LayerWiseDistributedOptimizer:
     """Build the layer-wise distributed optimizer for a model; the signature is Megatron's.
 
@@ -44,6 +46,7 @@ def get_megatron_optimizer(
         use_gloo_process_groups: has no effect: no further process groups are made.
         pg_collection: the process groups; those that the model was wrapped with if None.
         dump_param_to_param_group_map: a file that rank 0 writes the routing report to.
+        older: arguments of earlier releases, at their defaults; see `check_older_arguments`.
 
     Collective: see `build_runtime`; every rank calls it with the same settings.
 
@@ -51,6 +54,7 @@ def get_megatron_optimizer(
         ConfigError: a setting, a tag or the model cannot be honoured.
         PlanMismatchError: ranks hold different models or settings.
     """
+    check_older_arguments(config_overrides, older)
     return build_optimizer(
         LayerWiseDistributedOptimizer,
         config,

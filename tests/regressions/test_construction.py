@@ -143,6 +143,41 @@ def test_a19_the_factory_takes_every_keyword_that_megatron_passes(tmp_path: Path
     assert "a_weight" in path.read_text()
 
 
+OLDER: list[dict[str, Any]] = [
+    {"no_weight_decay_cond": None, "scale_lr_cond": None, "lr_mult": 1.0},  # core 0.6 to 0.10
+    {"lr_mult": 1.0, "use_gloo_process_groups": True},  # 0.11, 0.12
+    {"default_skip_embedding_weight_decay": False, "pg_collection": None},  # 0.13, 0.14
+    {"layer_wise_distributed_optimizer": True},  # of get_megatron_muon_optimizer, 0.15
+]
+REPLACED: list[tuple[dict[str, Any], str]] = [
+    ({"no_weight_decay_cond": max}, "no_weight_decay_cond.*config_overrides.*wd_mult"),
+    ({"scale_lr_cond": max}, "scale_lr_cond.*config_overrides.*max_lr"),
+    ({"lr_mult": 0.5}, "lr_mult=0.5.*config_overrides.*max_lr"),
+    ({"default_skip_embedding_weight_decay": True}, "skip_embedding.*wd_mult"),
+    ({"layer_wise_distributed_optimizer": False}, "layer_wise.*always spread"),
+    ({"config_overrides": max}, "builtin_function.*no_weight_decay_cond.*wd_mult"),
+]
+
+
+def call_factory(keywords: dict[str, Any]) -> str:
+    groups = megatron_lw.ParallelGroups.create()
+    ddp = megatron_lw.DistributedDataParallel(Bag({"a_weight": (4, 4)}, torch.float32), groups)
+    config = megatron_lw.OptimizerConfig(**CONFIG)
+    made = megatron_lw.get_megatron_optimizer(config, [ddp], **keywords)
+    return str(made.param_groups[0]["name"])
+
+
+def test_a19_arguments_of_earlier_releases_are_accepted_or_their_replacement_is_named() -> None:
+    """The same reports: a TypeError told callers nothing of what to do."""
+    for keywords in OLDER:
+        assert run_ranks(call_factory, 2, keywords) == ["adam/dense"] * 2
+    for keywords, text in REPLACED:
+        expect_failure_on_all(call_factory, 2, megatron_lw.ConfigError, text, keywords)
+    expect_failure_on_all(
+        call_factory, 1, TypeError, "unexpected.*'no_such_thing'", {"no_such_thing": 1}
+    )
+
+
 def frozen_stage() -> tuple[list[Any], list[str], bool]:
     groups = megatron_lw.ParallelGroups.create(pipeline=2)
     name = f"stage{groups.pp.rank}_weight"
