@@ -189,7 +189,11 @@ def _passed(part: Part, spent: float, file: Path, output: str) -> Outcome:
     """A part that ended well; one that has run nothing at all has not passed."""
     last = output.strip().splitlines()[-1:] or [""]
     if part.read is not None:
-        rows = part.read(json.loads(file.read_text()))
+        try:
+            rows = part.read(json.loads(file.read_text()))
+        except (OSError, ValueError, LookupError) as error:
+            text = f"its numbers cannot be read: {type(error).__name__}: {error}"
+            return Outcome(part=part, status=text, seconds=spent, rows=[], output=output)
     else:
         rows = [(part.name, last[0].strip("= "))]
         if " passed" not in last[0]:

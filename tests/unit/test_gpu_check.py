@@ -75,6 +75,14 @@ def test_a_part_passes_only_if_it_ran_something(tmp_path: Path, code: str, statu
     assert "why" in found.output or "raise" not in code
 
 
+def test_numbers_that_are_missing_end_their_part_alone(tmp_path: Path) -> None:
+    found = gpu_check.run(part("print('done')", read=gpu_check.read_fp8), 60.0, tmp_path)
+    assert "FileNotFoundError" in found.status and found.rows == []
+    code = "import sys; open(sys.argv[1], 'w').write('{\"step\": {\"a\": {}}}')"
+    found = gpu_check.run(part(code, read=gpu_check.read_steps), 60.0, tmp_path)
+    assert "KeyError" in found.status
+
+
 def test_a_part_that_hangs_is_stopped_with_all_its_processes(tmp_path: Path) -> None:
     """A child that outlived its parent would hold the pipe, and the check would wait for it."""
     child = "import signal; signal.pause()"
