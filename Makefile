@@ -63,7 +63,7 @@ test-megatron:
 megatron-page:
 	$(MEGATRON_PY) -m tests.megatron.settings_page
 
-# 200 process groups killed while they save, then 2,000 random parallel runs: half an hour. A
+# 200 process groups killed while they save, then 2,000 random parallel runs: an hour. A
 # printed seed repeats them: make fuzz SEED=...
 fuzz: SEED ?= $(shell date +%s)
 fuzz: $(STAMP)
