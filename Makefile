@@ -57,7 +57,7 @@ test-megatron:
 			-r requirements-megatron.txt && \
 		cp requirements-megatron.txt $(MEGATRON_ENV)/installed.txt; \
 	fi
-	$(MEGATRON_PY) -m pytest tests/megatron tests/emerging
+	TRANSFORMER_ENGINE_FOLDER=$(CURDIR)/.venv/te $(MEGATRON_PY) -m pytest tests/megatron tests/emerging
 
 # After a change of requirements-megatron.txt and `make test-megatron`: the page's tables, anew.
 megatron-page:

@@ -23,7 +23,7 @@ DDP = megatron_lw.DistributedDataParallel
 Optimizer = megatron_lw.LayerWiseDistributedOptimizer
 
 
-class _Product(torch.autograd.Function):
+class Product(torch.autograd.Function):
     """Values of the row-wise plane forward, of the column-wise one backward."""
 
     @staticmethod
@@ -50,7 +50,7 @@ class TheirLinear(nn.Module):
         self.kind = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Product.apply(x, self.weight, self.bias, self.kind)
+        return Product.apply(x, self.weight, self.bias, self.kind)
 
 
 def convert(te: Any, kind: str, keep: bool, model: nn.Module) -> None:

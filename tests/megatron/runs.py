@@ -18,7 +18,7 @@ class Run:
         norms: gradient norm of each step; None where a step had none.
         zeros: number of zero gradient elements of each step.
         skipped: steps that updated nothing.
-        weights: every parameter at the end, by chunk and name, in fp32.
+        weights: every plain parameter at the end, by chunk and name, in fp32.
         extra: what the caller's probe returned after each step.
     """
 

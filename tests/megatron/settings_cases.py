@@ -121,7 +121,6 @@ def refused() -> dict[str, str]:
         "optimizer_cpu_offload": optimizer(optimizer_cpu_offload=True, muon_tp_mode="duplicated"),
         "use_megatron_fsdp": ddp(use_megatron_fsdp=True),
         "nccl_ub": ddp(nccl_ub=True),
-        "fp8_param_gather": ddp(fp8_param_gather=True, use_distributed_optimizer=True),
     }
 
 

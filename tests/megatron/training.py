@@ -57,6 +57,7 @@ def train(
     probe: Probe | None = None,
     around: Around | None = None,
     prepare: Callable[[Any], None] | None = None,
+    amend: Callable[[Any], None] | None = None,
 ) -> Run:
     """Train as a script would, by `pretrain`.
 
@@ -69,6 +70,7 @@ def train(
         probe: called with model and optimizer after each step.
         around: called with model, optimizer and its step, in place of that step.
         prepare: called with each model chunk before it is wrapped.
+        amend: called with the arguments once the model is configured.
     """
     run = Run()
     argv = sys.argv
@@ -82,6 +84,8 @@ def train(
             model_config = gpt_config_from_args(args)
             if prepare is not None:
                 model_config.pre_wrap_hooks.append(partial(_prepared, prepare))
+            if amend is not None:
+                amend(args)
             training.pretrain(
                 pretrain_cfg_container_from_args(args, model_config),
                 _datasets,
@@ -147,7 +151,8 @@ def _watched(run: Run, probe: Probe | None, around: Around | None) -> Iterator[N
     finally:
         training.train_step, training.setup_model_and_optimizer = step, setup
     for number, chunk in enumerate(built[0]):
-        for name, param in chunk.named_parameters():
+        plain = (pair for pair in chunk.named_parameters() if type(pair[1]) is torch.nn.Parameter)
+        for name, param in plain:
             run.weights[f"{number}.{name}"] = param.detach().float().clone()
 
 

@@ -40,11 +40,6 @@ OPTIMIZER_EDGE: Mapping[str, tuple[str, str]] = MappingProxyType(
 DDP_EDGE: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "num_buckets": ("honoured", "bucket_size is the number of parameters over it"),
-        "fp8_param_gather": (
-            "refused",
-            "quantised weights of Megatron's modules have not been run yet; drop "
-            "--fp8-param-gather",
-        ),
     }
 )
 """`DistributedDataParallelConfig` field -> the same."""
@@ -87,11 +82,6 @@ def ddp_config(given: Any, *, num_parameters: int) -> DDPConfig:
     if isinstance(given, DDPConfig):
         return given
     values = _values(given, DDPConfig)
-    if values["fp8_param_gather"]:
-        raise ConfigError(
-            "DistributedDataParallelConfig.fp8_param_gather=True: quantised weights of Megatron's "
-            "modules have not been run yet; drop --fp8-param-gather"
-        )
     num_buckets = values.pop("num_buckets", None)
     if num_buckets is not None:
         values["bucket_size"] = max(1, num_parameters // num_buckets)
