@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_lw.dist_checkpointing.frozen import PLANES
 from megatron_lw.dist_checkpointing.manifest import (
     MASTER,
     VALUE,
@@ -112,8 +113,8 @@ def state_dict_values(manifest: Manifest) -> dict[str, Encoded]:
 
 
 def is_of_model(record: TensorRecord) -> bool:
-    """Whether a value belongs to the model; else it is a tensor inside `Manifest.values`."""
-    return not record.name.startswith(EXTRA)
+    """Whether a value is of the model; else it is a tensor of planes, or inside other values."""
+    return not record.name.startswith((EXTRA, PLANES))
 
 
 def _stepped(param: ParamRecord, masters: Mapping[str, TensorRecord]) -> Weight:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_lw.dist_checkpointing.dtypes import dtype_name
+from megatron_lw.dist_checkpointing.frozen import FrozenWeight
 from megatron_lw.dist_checkpointing.manifest import VALUE, ParamRecord, RowRecord
 from megatron_lw.dist_checkpointing.runs import (
     Place,
@@ -23,7 +24,6 @@ from megatron_lw.dist_checkpointing.runs import (
     row_content,
 )
 from megatron_lw.distributed.group import Group
-from megatron_lw.errors import UnsupportedError
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer.boxes import Box
 from megatron_lw.optimizer.describe import ParamInfo, describe_frozen
@@ -79,6 +79,7 @@ class Holdings:
         values: what several ranks may hold without saying so: frozen parameters, persistent
             buffers, and stepped parameters without elements, which lie in no row.
         rows: its rows, with their declared padding.
+        frozen: copies of the frozen weights that are kept as FP8, of which `values` has views.
     """
 
     params: tuple[ParamRecord, ...]
@@ -86,6 +87,7 @@ class Holdings:
     entries: tuple[Entry, ...]
     values: tuple[Entry, ...]
     rows: tuple[RowRecord, ...]
+    frozen: tuple[FrozenWeight, ...]
 
 
 def holdings(optimizer: LayerWiseDistributedOptimizer) -> Holdings:
@@ -94,6 +96,11 @@ def holdings(optimizer: LayerWiseDistributedOptimizer) -> Holdings:
     routes = {route.info.name: route for route in runtime.routing.routes}
     held = held_buckets(runtime)
     rank = groups.world.ranks[groups.world.rank]
+    frozen = {
+        info.name: FrozenWeight.of(identity(info), info, param, groups)
+        for info, param in _frozen_parameters(optimizer)
+        if info.recipe is not None
+    }
     return Holdings(
         params=tuple(_param_record(route, groups) for route in routes.values()),
         tied={
@@ -108,8 +115,13 @@ def holdings(optimizer: LayerWiseDistributedOptimizer) -> Holdings:
             *(entry for each in held for entry in _bucket_entries(each, routes, groups)),
             *_owned_entries(held, routes, groups),
         ),
-        values=(*_frozen(optimizer), *_buffers(optimizer), *_without_elements(held, routes)),
+        values=(
+            *_frozen(optimizer, frozen),
+            *_buffers(optimizer),
+            *_without_elements(held, routes),
+        ),
         rows=tuple(_row_record(each, routes, rank) for each in held),
+        frozen=tuple(frozen.values()),
     )
 
 
@@ -248,32 +260,35 @@ def _row_record(held: Held, routes: Mapping[str, Route], rank: int) -> RowRecord
     )
 
 
-def _frozen(optimizer: LayerWiseDistributedOptimizer) -> Iterator[Entry]:
+def _frozen(
+    optimizer: LayerWiseDistributedOptimizer, quantised: Mapping[str, FrozenWeight]
+) -> Iterator[Entry]:
     for info, param in _frozen_parameters(optimizer):
-        if info.recipe is not None:  # it has no master, and its values do not give its bytes
-            raise UnsupportedError(
-                f"parameter {info.name!r} is frozen and quantised ({info.recipe}), which "
-                "checkpoints do not hold: keep it in BF16 by the predicate of quantize_model, or "
-                "train it"
-            )
         place = place_of(info)
+        kept = quantised.get(info.name)
+        values = param.detach() if kept is None else kept.values
         for part in logical_parts(place, 0, info.numel):
-            local = _local_view(param.detach(), part.start, part.box)
+            local = _local_view(values, part.start, part.box)
             yield _value(place.name, place.shape, part.box, local)
+        for name, tensor in () if kept is None else kept.tensors():
+            shape = tuple(tensor.shape)
+            yield _value(name, shape, Box((0,) * len(shape), shape), tensor)
 
 
 def frozen_padding(
-    optimizer: LayerWiseDistributedOptimizer,
+    optimizer: LayerWiseDistributedOptimizer, held: Holdings
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and view of the padding rows inside frozen parameters; those of rows are in their rows.
 
     A load makes them zero.
     """
+    copies = {each.name: each.values for each in held.frozen}
     for info, param in _frozen_parameters(optimizer):
         place = place_of(info)
         inner = math.prod(place.local_shape[1:])
         for low, high in padding_inside(place):
-            yield place.name, param.detach()[low // inner : high // inner]
+            values = copies[place.name] if place.name in copies else param.detach()
+            yield place.name, values[low // inner : high // inner]
 
 
 def _frozen_parameters(

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_lw.dist_checkpointing.entries import Entry, identity
+from megatron_lw.dist_checkpointing.frozen import part_of
 from megatron_lw.dist_checkpointing.manifest import HISTORY
-from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer.boxes import Box
-from megatron_lw.optimizer.param_info import ParamInfo
 
 if TYPE_CHECKING:
     from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer
@@ -50,14 +49,3 @@ def _entries(optimizer: LayerWiseDistributedOptimizer) -> Iterator[Entry]:
                     copies=(),
                     writes=False,
                 )
-
-
-def part_of(info: ParamInfo, groups: ParallelGroups) -> tuple[int, int]:
-    """Which part of a weight this rank quantises with a scale of its own, and of how many."""
-    part, parts = 0, 1
-    if info.ep_size > 1:
-        part, parts = groups.ep.rank, info.ep_size
-    if info.tp_dim is not None:
-        tensor = groups.domain(info.domain).tensor
-        part, parts = part * tensor.size + tensor.rank, parts * tensor.size
-    return part, parts

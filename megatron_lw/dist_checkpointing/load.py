@@ -221,7 +221,7 @@ def _fill(
         for row in rows:
             for start, stop in record.padding:
                 row[start:stop].zero_()
-    for name, padding in frozen_padding(optimizer):
+    for name, padding in frozen_padding(optimizer, held):
         if not is_named(wishes.leave_out, name, VALUE):
             padding.zero_()
     for entry in found.fresh:
@@ -229,6 +229,10 @@ def _fill(
     reads = (*found.reads, *histories.reads)
     carry_out(reads, source.manifest, source.directory, source.storage)
     restore(histories.restores)
+    read = {name for name, _ in found.used}
+    for weight in held.frozen:
+        if not is_named(wishes.leave_out, weight.name, VALUE):
+            weight.adopt(read)
 
 
 def _set(

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_lw.dist_checkpointing.entries import Entry, Holdings
+from megatron_lw.dist_checkpointing.frozen import PLANES
 from megatron_lw.dist_checkpointing.manifest import (
     HISTORY,
     MASTER,
@@ -122,6 +123,8 @@ def match(
         if is_named(leave_out, entry.name, entry.state):
             left_out.append(entry.key)
             continue
+        if entry.name.startswith(PLANES) and (entry.name, entry.state) not in saved.records:
+            continue  # of another recipe: its values are quantised
         identity = saved.identity(aliases.get(entry.name, (entry.name,)))
         if is_state and identity is not None:
             if saved.children[identity] != child_of[entry.name]:
@@ -181,7 +184,7 @@ def require_all_used(
     unknown: list[str] = []
     left_out: list[str] = []
     for record in manifest.tensors:
-        if (record.name, record.state) in known or record.name.startswith(EXTRA):
+        if (record.name, record.state) in known or record.name.startswith((EXTRA, PLANES)):
             continue
         if weights_only and record.state not in (MASTER, VALUE, HISTORY):
             continue

@@ -13,6 +13,7 @@ import torch
 from megatron_lw.dist_checkpointing.copies import assign_writers, check_copies
 from megatron_lw.dist_checkpointing.dtypes import raw_bytes
 from megatron_lw.dist_checkpointing.entries import Entry, Holdings, holdings, identity
+from megatron_lw.dist_checkpointing.frozen import weight_of
 from megatron_lw.dist_checkpointing.histories import history_entries
 from megatron_lw.dist_checkpointing.manifest import VALUE, ChildRecord
 from megatron_lw.dist_checkpointing.merge import RankPart
@@ -133,6 +134,7 @@ def check_patterns(setting: str, value: Collection[str]) -> None:
 
 def is_named(patterns: Collection[str], name: str, state: str) -> bool:
     """Whether a tensor is named by one of the patterns, by its name or by `name/state`."""
+    name = weight_of(name)
     return any(
         fnmatchcase(name, pattern) or fnmatchcase(f"{name}/{state}", pattern)
         for pattern in patterns

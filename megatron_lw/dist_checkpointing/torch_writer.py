@@ -27,6 +27,7 @@ from megatron_lw.dist_checkpointing.commit import commit
 from megatron_lw.dist_checkpointing.data_file import Blob, write_data_file
 from megatron_lw.dist_checkpointing.directory import step_directory
 from megatron_lw.dist_checkpointing.dtypes import dtype_name
+from megatron_lw.dist_checkpointing.frozen import PLANES
 from megatron_lw.dist_checkpointing.manifest import (
     VALUE,
     FileRecord,
@@ -179,9 +180,10 @@ class _Content:
     def add(self, item: WriteItem) -> tuple[list[int], Encoded]:
         """Take an item of a plan; returns the places of its tensors, and what is no tensor."""
         key, first = item.index.fqn, len(self.tensors)
-        if key.startswith(EXTRA):
+        if key.startswith((EXTRA, PLANES)):
             raise CheckpointError(
-                f"{key!r}: names of tensors inside values begin with {EXTRA!r}; rename the key"
+                f"{key!r}: names of tensors inside values begin with {EXTRA!r}, of FP8 planes with "
+                f"{PLANES!r}; rename the key"
             )
         value: Encoded = None
         if item.type == WriteItemType.BYTE_IO:

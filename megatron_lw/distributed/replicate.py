@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_lw.distributed.buffers import BucketBuffer
 from megatron_lw.distributed.collectives import broadcast
-from megatron_lw.fp8.kinds import stored
+from megatron_lw.fp8.kinds import forget_initial, is_quantised, stored
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer.describe import buffer_domain, frozen_domain
 from megatron_lw.optimizer.names import natural_key
@@ -37,6 +37,9 @@ def replicate(module: nn.Module, buckets: Sequence[BucketBuffer], groups: Parall
         if id(param) not in managed
         for label, tensor in stored(name, param).items()
     ]
+    for name, param in module.named_parameters():
+        if id(param) not in managed and is_quantised(param):
+            forget_initial(name, param)
     domain = buffer_domain(groups)
     rest += [(name, buffer, domain) for name, buffer in module.named_buffers()]
     for _, tensor, domain in sorted(rest, key=lambda entry: natural_key(entry[0])):

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from megatron_lw.errors import ConfigError
-from megatron_lw.fp8.te import buffers, is_theirs, recipe_of
+from megatron_lw.fp8.planes import Planes
+from megatron_lw.fp8.quantise import Plane
+from megatron_lw.fp8.te import (
+    buffers,
+    is_theirs,
+    read_planes,
+    recipe_of,
+    take_initial,
+    write_planes,
+)
 from megatron_lw.fp8.tensor import QuantisedTensor
 
 
@@ -44,6 +53,51 @@ def address(name: str, param: torch.Tensor) -> int:
     if is_theirs(param):
         return next(iter(buffers(name, param).values())).data_ptr()
     return param.data_ptr()
+
+
+def planes_of(name: str, param: torch.Tensor) -> tuple[Planes, Plane]:
+    """A copy of what a quantised parameter consists of, and which plane its values are in.
+
+    Args:
+        name: global name, for messages.
+        param: a quantised parameter.
+    """
+    if isinstance(param, QuantisedTensor):
+        tensors = {key: each.clone() for key, each in param.planes.tensors().items()}
+        return param.planes.with_tensors(tensors), "row"
+    recipe = recipe_of(name, param)
+    if recipe is None:
+        raise ConfigError(f"parameter {name!r} is not quantised")
+    planes = Planes.empty([(param.shape[0], param.shape[1])], recipe, param.device)
+    return planes, read_planes(name, param, planes)
+
+
+def put_planes(name: str, param: torch.Tensor, planes: Planes) -> None:
+    """Give a quantised parameter bytes and scales; values from before quantisation are let go of.
+
+    Args:
+        name: global name, for messages.
+        param: a quantised parameter.
+        planes: of its shape and recipe.
+    """
+    if isinstance(param, QuantisedTensor):
+        param.planes.copy_(planes)
+        param.free_initial()
+    else:
+        write_planes({name: param}, planes)
+
+
+def forget_initial(name: str, param: torch.Tensor) -> None:
+    """Let go of the values from before quantisation, of which no master will start.
+
+    Args:
+        name: global name, for messages.
+        param: a quantised parameter.
+    """
+    if isinstance(param, QuantisedTensor):
+        param.free_initial()
+    else:
+        take_initial(name, param)
 
 
 def stored(label: str, param: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -56,6 +56,16 @@ class Recipe:
             raise ConfigError(f"Recipe.history={self.history}: give at least 1")
 
     @property
+    def label(self) -> str:
+        """The format with its settings, for names in checkpoints."""
+        settings = {
+            "block": f",fp32_scales={self.fp32_scales}",
+            "delayed": f",history={self.history}",
+            "mxfp8": f",derive_columns={self.derive_columns}",
+        }
+        return self.format + settings.get(self.format, "")
+
+    @property
     def scales_are_codes(self) -> bool:
         """Whether a scale is an E8M0 byte: 2 to the power of the byte minus 127."""
         return self.format in ("mxfp8", "mxfp8-2d")

@@ -12,6 +12,7 @@ from torch import nn
 import megatron_lw
 from megatron_lw import dist_checkpointing, fp8
 from megatron_lw.dist_checkpointing import CheckpointWarning
+from megatron_lw.fp8.kinds import stored
 from megatron_lw.fp8.recipe import Recipe
 from tests.distributed.fp8_cases import BF16, RECIPES, Optimizer, build, everything, train
 
@@ -73,8 +74,8 @@ def resave(folder: Path, recipe: str, to: Path) -> None:
     dist_checkpointing.save(to, ddp, optimizer, step=STEP)
 
 
-def divided(tensor: int) -> tuple[Wrapped, Optimizer]:
-    """Two matrices of which tensor parallelism divides the first, by rows."""
+def divided(tensor: int, frozen: bool = False) -> tuple[Wrapped, Optimizer]:
+    """Two matrices of which tensor parallelism divides the first, by rows; it may be frozen."""
     groups = megatron_lw.ParallelGroups.create(tensor=tensor)
     torch.manual_seed(0)
     # Parts of very different size, so that each has a scale of its own.
@@ -82,7 +83,7 @@ def divided(tensor: int) -> tuple[Wrapped, Optimizer]:
     cut, full = (nn.Linear(64, n, bias=False, dtype=BF16) for n in (128 // tensor, 64))
     with torch.no_grad():
         cut.weight.copy_(whole.chunk(tensor)[groups.tp.rank])
-    megatron_lw.annotate(cut.weight, tp_dim=0)
+    megatron_lw.annotate(cut.weight, tp_dim=0).requires_grad_(not frozen)
     model = fp8.quantize_model(nn.Sequential(cut, full), RECIPES["delayed"])
     ddp = megatron_lw.DistributedDataParallel(model, groups, megatron_lw.DDPConfig())
     config = megatron_lw.OptimizerConfig(optimizer="adam", lr=0.05, bf16=True)
@@ -123,12 +124,55 @@ def load_divided(folder: Path, tensor: int) -> tuple[State, list[str], State]:
     return after, told, weights(ddp)
 
 
-def save_frozen(folder: Path) -> None:
-    """Save a frozen weight that is quantised."""
-    ddp, optimizer = build("delayed", tweak=_freeze)
-    train(ddp, optimizer, range(1))
-    dist_checkpointing.save(folder, ddp, optimizer, step=1)
-
-
-def _freeze(model: nn.Module) -> None:
+def freeze(model: nn.Module) -> None:
+    """The largest matrix, and an expert."""
     model.mid.weight.requires_grad_(False)
+    model.experts[1].weight.requires_grad_(False)
+
+
+def frozen_weights(ddp: Wrapped) -> State:
+    """Everything that the weights consist of that `freeze` freezes."""
+    model = ddp.module
+    found = {"mid.weight": model.mid.weight, "experts.1.weight": model.experts[1].weight}
+    return {
+        key: tensor.clone()
+        for name, param in found.items()
+        for key, tensor in stored(name, param).items()
+    }
+
+
+def save_frozen(folder: Path, recipe: str, frozen: bool = True) -> tuple[State, State]:
+    """Save frozen weights that are quantised; they, and their values in bf16."""
+    ddp, optimizer = build(recipe, tweak=freeze if frozen else None)
+    assert ddp.module.mid.weight.initial is None
+    train(ddp, optimizer, range(2))
+    dist_checkpointing.save(folder, ddp, optimizer, step=2)
+    values = {"mid.weight": ddp.module.mid.weight, "experts.1.weight": ddp.module.experts[1].weight}
+    return frozen_weights(ddp), {name: p.dequantize().detach() for name, p in values.items()}
+
+
+def load_frozen(
+    folder: Path, recipe: str, frozen: bool = True, leave_out: tuple[str, ...] = ()
+) -> tuple[State, State, list[str]]:
+    """Frozen weights after a load into others, their values, and what was left out."""
+    ddp, optimizer = build(recipe, tweak=freeze if frozen else None)
+    spoil(ddp.module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        loaded = dist_checkpointing.load(folder, ddp, optimizer, leave_out=leave_out)
+    optimizer.check()
+    values = {"mid.weight": ddp.module.mid.weight, "experts.1.weight": ddp.module.experts[1].weight}
+    found = {name: param.dequantize().detach() for name, param in values.items()}
+    return frozen_weights(ddp), found, list(loaded.left_out)
+
+
+def frozen_parts(folder: Path, tensor: int, save: bool) -> State:
+    """Bytes and scales of a frozen weight that tensor parallelism divides."""
+    ddp, optimizer = divided(tensor, frozen=True)
+    if save:
+        dist_checkpointing.save(folder, ddp, optimizer, step=0)
+    else:
+        spoil(ddp.module)
+        dist_checkpointing.load(folder, ddp, optimizer)
+    param = ddp.module[0].weight
+    return {"values": param.dequantize().detach(), **stored("it", param)}

@@ -13,10 +13,12 @@ from torch.nn import functional
 
 import megatron_lw
 from megatron_lw import dist_checkpointing, fp8
+from megatron_lw.fp8.kinds import stored
 from megatron_lw.fp8.te import write_planes
 from megatron_lw.optimizer.held import held_buckets
 from tests import te_stub
 from tests.distributed.fp8_cases import build, same, train
+from tests.distributed.history_cases import freeze, frozen_weights
 from tests.te_weights import FILL, RECIPES, grouped, keep_initial, nvfp4, theirs, weight
 
 DDP = megatron_lw.DistributedDataParallel
@@ -59,7 +61,7 @@ def convert(te: Any, kind: str, keep: bool, model: nn.Module) -> None:
         if not isinstance(layer, fp8.Linear):
             continue
         ours = layer.weight
-        param = weight(te, kind, tuple(ours.shape))
+        param = weight(te, kind, tuple(ours.shape)).requires_grad_(ours.requires_grad)
         write_planes({name: param}, ours.planes)
         tags = {key: value for key, value in vars(ours).items() if key.startswith("_megatron")}
         vars(param).update(tags)
@@ -151,6 +153,22 @@ def resumed(folder: Path, kind: str, saved_by_us: bool) -> None:
         same(before, held(other, again))
         assert train(other, again, range(3, 5)) == ahead
         same(held(ddp, optimizer), held(other, again))
+
+
+def frozen_resumed(folder: Path, kind: str) -> int:
+    """Save frozen weights, and load them into garbage; how many tensors they consist of."""
+    with te_stub.installed() as te:
+        ddp, optimizer = made(te, kind, own=False, tweak=freeze)
+        before = frozen_weights(ddp)
+        dist_checkpointing.save(folder, ddp, optimizer, step=0)
+        other, again = made(te, kind, own=False, tweak=freeze)
+        assert other.module.mid.weight.get_high_precision_init_val() is None
+        for layer in (other.module.mid, other.module.experts[1]):
+            for tensor in stored("it", layer.weight).values():
+                tensor.fill_(FILL)
+        dist_checkpointing.load(folder, other, again)
+        same(before, frozen_weights(other))
+        return sum(bool(tensor.any()) for tensor in before.values())
 
 
 def changed_by_hand(kind: str, everywhere: bool) -> tuple[str, str]:

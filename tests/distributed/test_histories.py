@@ -16,12 +16,11 @@ from megatron_lw.dist_checkpointing.manifest import HISTORY
 from megatron_lw.dist_checkpointing.reader import CheckpointReader
 from megatron_lw.dist_checkpointing.reshard import reshard
 from megatron_lw.dist_checkpointing.verify import verify
-from megatron_lw.errors import UnsupportedError
 from megatron_lw.fp8.recipe import Recipe
 from megatron_lw.topology import Topology
 from tests.distributed import history_cases as cases
 from tests.distributed.fp8_cases import same
-from tests.harness import expect_failure_on_all, run_ranks
+from tests.harness import run_ranks
 
 NUM_WEIGHTS = 6
 """Quantised weights of the model of the cases."""
@@ -170,13 +169,3 @@ def test_tools_know_histories(saved: tuple[Path, list[cases.State]], tmp_path: P
         for made in (folder, tmp_path / "2")
     )
     assert mine == theirs and len(mine) == 2
-
-
-def test_a_frozen_quantised_weight_is_refused_by_name(tmp_path: Path) -> None:
-    expect_failure_on_all(
-        cases.save_frozen,
-        2,
-        UnsupportedError,
-        r"parameter 'mid\.weight' is frozen and quantised \(Recipe\(format='delayed'",
-        tmp_path,
-    )

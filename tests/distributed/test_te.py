@@ -43,6 +43,12 @@ def test_a_checkpoint_gives_their_bytes_too(kind: str, saved_by_us: bool, tmp_pa
     run_ranks(te_cases.resumed, 2, tmp_path, kind, saved_by_us)
 
 
+@pytest.mark.parametrize("kind", ["tensor", "block", "mxfp8", "mxfp8-2d"])
+def test_frozen_weights_of_theirs_are_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    for count in run_ranks(te_cases.frozen_resumed, 2, tmp_path, kind):
+        assert count == 2 * (3 if kind == "tensor" else 4)
+
+
 @pytest.mark.parametrize("kind", ["mxfp8-2d", "delayed"])
 def test_check_reads_their_buffers_and_masters_follow_what_was_written(kind: str) -> None:
     for text, _ in run_ranks(te_cases.changed_by_hand, 2, kind, False):
