@@ -80,10 +80,12 @@ def exchange(
     """One optimizer saves and goes on, the other loads and goes on; what differs."""
     base = [flag for flag in BASE if flag not in without]
     with _without_transformer_engine(), _layout(laid_out) as wrap:
-        whole = train([*flags, *_save(directory)], base=base, ours=ours_first, prepare=wrap)
+        whole = train(
+            [*flags, *_save(directory)], base=base, ours=ours_first, prepare=wrap, probe=_scale
+        )
     with _without_transformer_engine(), _layout(laid_out) as wrap:
         rest, again = _go_on(directory, flags, base=base, ours=not ours_first, wrap=wrap)
-    is_fp32 = "--bf16" not in flags
+    is_fp32 = "--bf16" not in flags and "--fp16" not in flags
     one, two = (_of_state(each, is_fp32=is_fp32) for each in (_saved(directory), again))
     return whole, rest, _differ(one, two), len(one)
 
@@ -162,12 +164,18 @@ def _go_on(
     ddp: bool = True,
     wrap: Callable[[Any], None] | None = None,
 ) -> tuple[Run, Tensors]:
-    """Load what was saved after three steps; the steps from there, and the same saved again."""
+    """Load what was saved after three steps; the steps from there, and the same saved again.
+
+    `extra` of the run is the loss scale that was loaded.
+    """
     again = f"{directory}-again"
+
+    scales: list[float] = []
 
     def around(model: Any, optimizer: Any, step: Any) -> Any:
         args = get_args()
         if args.save is None:
+            scales.append(_scale(model, optimizer))
             args.save = again
             checkpointing.save_checkpoint(3, model, optimizer, None, 0)
         return step()
@@ -179,7 +187,12 @@ def _go_on(
 
     loading = [*flags, *_load(directory)]
     rest = train(loading, base=base, prepare=prepare, ours=ours, ddp=ddp, around=around)
+    rest.extra = scales
     return rest, _saved(again)
+
+
+def _scale(model: Any, optimizer: Any) -> float:
+    return float(optimizer.get_loss_scale())
 
 
 def _rows(optimizer: Any) -> list[torch.Tensor]:

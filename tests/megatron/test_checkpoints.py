@@ -72,7 +72,19 @@ CHANGES: dict[str, tuple[str, str, str, bool]] = {
         "",
         True,
     ),
-    "pp2_to_pp1": ("", "--pipeline-model-parallel-size 2", "", True),
+    "pp2_to_pp1_adaptive": (
+        "--optimizer adaptive_muon",
+        "--pipeline-model-parallel-size 2",
+        "",
+        True,
+    ),
+    "ep2_to_ep1": (
+        "--num-experts 4 --moe-token-dispatcher-type alltoall "
+        "--moe-router-load-balancing-type none --disable-bias-linear",
+        "--expert-model-parallel-size 2",
+        "",
+        True,
+    ),
     "to_megatrons_ddp": ("", "", "", False),
 }
 
@@ -95,7 +107,8 @@ def test_another_layout_goes_on(name: str, tmp_path: Path) -> None:
 
 
 MUON = ["--bf16", *SHORT]
-ADAM = ["--bf16", *SHORT, "--optimizer", "adam"]
+ADAM = ["--fp16", *SHORT, "--optimizer", "adam", "--accumulate-allreduce-grads-in-fp32"]
+ADAM += ["--initial-loss-scale", "65536", "--loss-scale-window", "2"]
 SPREAD = "--use-distributed-optimizer"
 # name -> (flags, flags left out, whether in Megatron's layout, whether losses are FP32's)
 OPTIMIZERS: dict[str, tuple[list[str], list[str], bool, bool]] = {
@@ -111,7 +124,7 @@ OPTIMIZERS: dict[str, tuple[list[str], list[str], bool, bool]] = {
 def test_megatrons_optimizers_and_ours_go_on_from_each_other(
     name: str, ours_first: bool, tmp_path: Path
 ) -> None:
-    """States bitwise, momentum as it is; losses numerical: 1e-5 in FP32, 5e-3 in BF16."""
+    """States bitwise, momentum as it is; losses numerical: FP32 1e-5, BF16 and FP16 5e-3."""
     flags, without, laid_out, is_fp32 = OPTIMIZERS[name]
     found = run("exchange", 2, str(tmp_path / "run"), flags, without, ours_first, laid_out)
     for whole, rest, differ, count in found:
@@ -120,6 +133,8 @@ def test_megatrons_optimizers_and_ours_go_on_from_each_other(
         close = {"abs": 1e-5 if is_fp32 else 5e-3, "rel": 0}
         assert rest.losses == pytest.approx(whole.losses[3:], **close)
         assert rest.norms == pytest.approx(whole.norms[3:], rel=1e-4 if is_fp32 else 2e-2)
+        assert rest.extra == [whole.extra[2]]
+        assert ("--fp16" in flags) == (whole.extra[2] != whole.extra[0])
 
 
 def test_another_child_starts_anew_and_says_so(tmp_path: Path) -> None:
