@@ -128,9 +128,9 @@ def _run(made: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Ten
     return [out.detach(), x.grad, *(p.grad for p in made.parameters() if p.grad is not None)]
 
 
-def _layer(recipe: str, matmul: str = "auto") -> nn.Module:
+def _layer(recipe: str, matmul: str = "auto", device: str = DEVICE) -> nn.Module:
     torch.manual_seed(0)
-    plain = nn.Linear(256, 128, dtype=BF16, device=DEVICE)
+    plain = nn.Linear(256, 128, dtype=BF16).to(device)  # the same on any device
     made = fp8.quantize_model(plain, recipe)
     made.matmul = matmul
     return made
@@ -173,9 +173,8 @@ def test_bytes_that_are_not_aligned_are_not_multiplied() -> None:
 def test_weights_with_blocks_are_multiplied_in_bf16(recipe: str) -> None:
     """Class *numerical*: against the CPU, of the same bytes."""
     x, grad = torch.randn(40, 256).to(BF16), torch.randn(40, 128).to(BF16)
-    made = _layer(recipe)
-    found = _run(made, x.to(DEVICE), grad.to(DEVICE))
-    wanted = _run(made.cpu(), x, grad)
+    found = _run(_layer(recipe), x.to(DEVICE), grad.to(DEVICE))
+    wanted = _run(_layer(recipe, device="cpu"), x, grad)
     for ours, theirs in zip(found, wanted, strict=True):
         _close(ours.cpu(), theirs, 0.01)
 
