@@ -124,6 +124,7 @@ class MatrixChild(RowsOnly, ABC):
         ]
         self._routes = {name: routes[name] for m in masters for name in m.bucket.names}
         self._scales: dict[Kind, float] = {}
+        self._shapes = {n: (r.group.name, view_of(r).shapes) for n, r in self._routes.items()}
         self._kinds = kinds_of(self._routes.values())
         self.lr_ratios: dict[str, float | tuple[float, ...]] = {}
         self._recorded = recorded_here(plan, self._routes, groups.exchange)
@@ -246,7 +247,7 @@ class MatrixChild(RowsOnly, ABC):
         self._kept = Kept()
         with self._kept.keeping("scales"):
             # From the global shapes, before anything moves; what was recorded steers nothing.
-            self._scales = {kind: self.scale(kind[1], groups[kind[0]]) for kind in self._kinds}
+            self._scales = self._present_scales(groups)
         for tick in range(len(self._buckets) + len(self._stages) - 1):
             for delay, parts in enumerate(self._stages):
                 if 0 <= tick - delay < len(self._buckets):
@@ -264,10 +265,10 @@ class MatrixChild(RowsOnly, ABC):
             Parameter name -> its scale; where a stored matrix is several, one for each, in the
             order of rows.
         """
+        scales = self._present_scales(groups)
         found: dict[str, float | tuple[float, ...]] = {}
-        for name, route in self._routes.items():
-            group = groups[route.group.name]
-            each = tuple(self.scale(shape, group) for shape in view_of(route).shapes)
+        for name, (group, shapes) in self._shapes.items():
+            each = tuple(scales[group, shape] for shape in shapes)
             found[name] = each if len(each) > 1 else each[0]
         return found
 
@@ -332,6 +333,9 @@ class MatrixChild(RowsOnly, ABC):
             shape: rows and columns of the whole matrix, without padding.
             group: current settings.
         """
+
+    def _present_scales(self, groups: Mapping[str, ParamGroup]) -> dict[Kind, float]:
+        return {kind: self.scale(kind[1], groups[kind[0]]) for kind in self._kinds}
 
     def _begin(self, bucket: MatrixBucket, groups: Mapping[str, ParamGroup]) -> None:
         with self._guarded(bucket):

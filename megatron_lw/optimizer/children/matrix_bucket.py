@@ -26,6 +26,7 @@ from megatron_lw.optimizer.routing import Route
 from megatron_lw.optimizer.tp_mode import Home, TpMode, home_of
 from megatron_lw.optimizer.workspace import BATCH_BELOW, BATCH_WORKSPACE
 
+_ALIGNMENT = 64
 Kind = tuple[str, Shape]
 """Parameter group and shape of a whole matrix: what has one scale."""
 
@@ -259,6 +260,9 @@ def row_parts(
 ) -> tuple[RowPart, ...]:
     """The runs of a row by group and shape, so that one fused call steps each kind.
 
+    Runs that touch are one, so long as no element changes its place in the 64 that a kernel may
+    take at once: at the end of a run it rounds otherwise.
+
     Args:
         master: the row.
         routes: parameter name -> route.
@@ -273,8 +277,8 @@ def row_parts(
             stop = min(run.stop, slot.param_start + slot.numel)
             if start < stop:
                 place = slot.row_start - slot.param_start
-                kind = (route.group.name, run.shape)
-                kinds.setdefault(kind, []).append(slice(start + place, stop + place))
+                runs = kinds.setdefault((route.group.name, run.shape), [])
+                _append_run(runs, slice(start + place, stop + place))
     return tuple(
         RowPart(
             group,
@@ -284,6 +288,12 @@ def row_parts(
         )
         for (group, shape), runs in kinds.items()
     )
+
+
+def _append_run(runs: list[slice], run: slice) -> None:
+    if runs and runs[-1].stop == run.start and not (runs[-1].start | run.start) % _ALIGNMENT:
+        run = slice(runs.pop().start, run.stop)
+    runs.append(run)
 
 
 def iteration_workspace(batches: Sequence[Sequence[torch.Tensor]]) -> int:
