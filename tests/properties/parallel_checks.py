@@ -25,7 +25,6 @@ from tests.properties.parallel_shares import (
 )
 from tests.reference import Reference, Settings
 
-Reports = list[list[tuple[list[dict[str, Any]], dict[str, Any]]]]
 Phase = list[tuple[list[dict[str, Any]], dict[str, Any]]]
 
 
@@ -134,11 +133,10 @@ def _blocks(spec: Spec) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(low, high)) for low, high in pairwise(edges))
 
 
-def check(case: Case, reports: Reports) -> None:
-    """Hold every rank's report against one process."""
+def check(case: Case, reports: list[Phase]) -> None:
+    """Hold every rank's report of every phase against one process."""
     oracle, held = Oracle(case), Held(case)
-    for phase, (part, numbers) in enumerate(case.phases):
-        here = [report[phase] for report in reports]
+    for phase, ((part, numbers), here) in enumerate(zip(case.phases, reports, strict=True)):
         _check_collectives(here)
         events = zip(*(report for report, _ in here), strict=True)
         if phase:
@@ -269,7 +267,7 @@ def _check_weights(
         assert value == checksum(held.weight(specs[name], rank)), specs[name]
 
 
-def features(case: Case, reports: Reports) -> set[str]:
+def features(case: Case, reports: list[Phase]) -> set[str]:
     """What an example contained."""
     found = {spec.kind for spec in case.specs}
     found |= {f"use {spec.use}" for spec in case.specs if spec.trainable}
@@ -280,8 +278,8 @@ def features(case: Case, reports: Reports) -> set[str]:
     found |= {op for step in case.steps for part in step.operations for op in part}
     found |= {f"{name} {value}" for name, value in case.ddp_config.items()}
     found |= {f"exact {case.exact}", f"optimizer {case.config['optimizer']}"}
-    steps = [event for seen, _ in reports[0] for event in seen if event["what"] == "step"]
-    facts = [facts for report in reports for _, facts in report]
+    steps = [event for phase in reports for event in phase[0][0] if event["what"] == "step"]
+    facts = [facts for phase in reports for _, facts in phase]
     conditions = {
         "divided": any(spec.tp_dim is not None for spec in case.specs),
         "accumulate": any(step.micro_batches > 1 for step in case.steps),
@@ -290,6 +288,7 @@ def features(case: Case, reports: Reports) -> set[str]:
         "garbage": case.garbage,
         "background": case.background and "save" in found,
         "moved": case.later is not None and 0 < case.cut < len(case.steps),
+        "other ranks": len({part.ranks for part, _ in case.phases}) > 1,
         "late": case.late and any(event["gathering"] for event in steps),
         "skipped": any(not event["result"][0] for event in steps),
         "reducing": any(event["reducing"] for event in steps),

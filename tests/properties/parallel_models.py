@@ -1,8 +1,9 @@
 """What a case of the parallel properties is: model, topology, settings and interleaving.
 
-Records only. A case may have two phases: the second goes on, from a checkpoint, in another topology
-of as many ranks. `parallel_strategies` draws them, `parallel_shares` says which part and gradient
-each rank has, `parallel_ranks` trains on one rank, and `parallel_checks` compares with one process.
+Records only. A case may have two phases: the second goes on, from a checkpoint, in another
+topology, maybe on another number of ranks. `parallel_strategies` draws them, `parallel_shares` says
+which part and gradient each rank has, `parallel_ranks` trains on one rank, `parallel_held` says
+what it must hold, and `parallel_checks` compares with one process.
 """
 
 from __future__ import annotations
@@ -207,8 +208,8 @@ class Case:
         """The case as each topology has it, with the numbers of the steps there."""
         if self.later is None:
             return [(self, range(len(self.steps)))]
-        _, sizes = TOPOLOGIES[self.later]
-        axes = axes_of(self.ranks, sizes)
+        ranks, sizes = TOPOLOGIES[self.later]
+        axes = axes_of(ranks, sizes)
         specs = tuple(
             replace(
                 spec,
@@ -219,7 +220,9 @@ class Case:
             )
             for spec in self.specs
         )
-        second = replace(self, sizes=sizes, specs=specs, ddp_config=self.later_ddp_config)
+        second = replace(
+            self, ranks=ranks, sizes=sizes, specs=specs, ddp_config=self.later_ddp_config
+        )
         return [(self, range(self.cut)), (second, range(self.cut, len(self.steps)))]
 
 

@@ -276,23 +276,22 @@ class Trainer:
         }
 
 
-def run_case(case: Case, folder: Path) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Run a case on this rank; what was seen, and facts, of each phase.
+def run_case(case: Case, folder: Path, phase: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run one phase of a case on this rank; what was seen, and facts.
 
     The groups are destroyed at the end: gloo keeps threads for each process group, and hundreds of
     cases in one worker would drown the machine in them.
     """
-    found = []
-    for phase, (part, numbers) in enumerate(case.phases):
-        trainer = Trainer(part, folder, junk=7.0 * phase)
-        if phase:
-            trainer.load()
-            trainer.saves = len(case.steps) * 10
-            trainer.report.append({"what": "load", "masters": trainer.masters()})
-        trainer.run(numbers)
-        if not phase and case.later is not None:
-            trainer.save()
-            wait(trainer.optimizer)
-        found.append((trainer.report, trainer.facts()))
-        trainer.groups.destroy()
-    return found
+    part, numbers = case.phases[phase]
+    trainer = Trainer(part, folder, junk=7.0 * phase)
+    if phase:
+        trainer.load()
+        trainer.saves = len(case.steps) * 10
+        trainer.report.append({"what": "load", "masters": trainer.masters()})
+    trainer.run(numbers)
+    if not phase and case.later is not None:
+        trainer.save()
+        wait(trainer.optimizer)
+    facts = trainer.facts()
+    trainer.groups.destroy()
+    return trainer.report, facts

@@ -211,7 +211,6 @@ _FREE: dict[str, st.SearchStrategy[Any]] = {
 def cases(draw: st.DrawFn, topology: str) -> Case:
     """One example for a topology."""
     ranks, sizes = TOPOLOGIES[topology]
-    others = [name for name, (count, _) in TOPOLOGIES.items() if count == ranks]
     blank = Case(
         ranks=ranks,
         sizes=sizes,
@@ -223,14 +222,14 @@ def cases(draw: st.DrawFn, topology: str) -> Case:
         garbage=draw(st.booleans()),
         late=draw(st.booleans()),
         background=draw(st.booleans()),
-        later=draw(st.sampled_from([None, *others])),
+        later=draw(st.one_of(st.none(), st.sampled_from(list(TOPOLOGIES)))),
         later_ddp_config={},
         cut=0,
         seed=draw(st.integers(0, 2**31)),
     )
     topologies = [blank.axes]
     if blank.later is not None:
-        topologies.append(axes_of(ranks, TOPOLOGIES[blank.later][1]))
+        topologies.append(axes_of(*TOPOLOGIES[blank.later]))
     common = {axis: lcm(*(axes[axis] for axes in topologies)) for axis in blank.axes}
     # Histories of maxima are of the shards that there are.
     recipes = tuple(name for name in RECIPES if blank.later is None or name != "delayed")

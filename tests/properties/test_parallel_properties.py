@@ -32,7 +32,7 @@ REQUIRED = {
     *OPERATIONS,
     *(f"use {use}" for use in ("own", "loose", "borrowed", "twice")),
     *(f"step {kind}" for kind in ("plain", "nonfinite", "huge", "empty", "fail", "break")),
-    *("fp8_param_gather True", "moved", "background"),
+    *("fp8_param_gather True", "moved", "other ranks", "background"),
     *(f"finalize {how}" for how in ("step", "hook", "tokens")),
     *("dtype float32", "dtype bfloat16", "optimizer muon", "optimizer adam"),
     *("exact True", "exact False", "divided", "accumulate", "absent", "clip", "garbage", "late"),
@@ -62,7 +62,10 @@ def test_any_run_equals_one_process(
     @given(cases(topology))
     def example(case: Case) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            reports = run_ranks(run_case, case.ranks, case, Path(folder))
+            reports = [
+                run_ranks(run_case, part.ranks, case, Path(folder), phase)
+                for phase, (part, _) in enumerate(case.phases)
+            ]
         check(case, reports)
         found = features(case, reports)
         seen.update({topology, *found})
