@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel as MegatronDDP
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.utils import calc_params_l2_norm
 
 from megatron_lw.distributed.buffers import GradState, WeightState
 from megatron_lw.errors import CheckpointError, StateError
@@ -408,10 +409,51 @@ def chunk_load_state_dict(world: World) -> None:
     world.optimizer.check()
 
 
+# Parameter
+
+
+def param_main_grad(world: World) -> None:
+    world.backward()
+    assert all(param.grad is None for param in world.chunk.parameters())
+    assert any(param.main_grad.count_nonzero() for param in world.chunk.parameters())
+    assert {param.main_grad.dtype for param in world.chunk.parameters()} == {torch.float32}
+
+
+def param_grad_added_to_main_grad(world: World) -> None:
+    """What autograd leaves of such a parameter is a placeholder, but for the tied embedding's."""
+    for param in world.chunk.parameters():
+        param.grad_added_to_main_grad = True
+    world.backward()
+    # The flag is taken back as the gradient arrives, and nothing was added.
+    for param in world.chunk.parameters():
+        assert param.grad_added_to_main_grad is False
+        tied = getattr(param, "zero_out_wgrad", False)
+        assert bool(param.main_grad.count_nonzero()) == tied
+
+
+def param_main_param(world: World) -> None:
+    """The norm that --log-params-norm prints is that of the masters, also before they are sent."""
+    world.step()
+    rows = [publisher.master.row for publisher in world.chunk.publishers]
+    total = sum((row.double().square().sum() for row in rows), torch.zeros((), dtype=torch.double))
+    dist.all_reduce(total)
+    found = calc_params_l2_norm(world.chunk)
+    assert abs(found / total.sqrt().item() - 1) < 1e-6
+    held = [p.main_param for p in world.chunk.parameters() if p.main_param is not None]
+    assert sum(part.numel() for part in held) < sum(p.numel() for p in world.chunk.parameters())
+    assert {part.untyped_storage().data_ptr() for part in held} == {
+        row.untyped_storage().data_ptr() for row in rows if row.count_nonzero()
+    }
+
+
+def param_main_param_sharded(world: World) -> None:
+    assert all(param.main_param_sharded is True for param in world.chunk.parameters())
+
+
 CHECKS: dict[str, Callable[[World], None]] = {
     f"{kind}.{name.removeprefix(kind + '_')}": check
     for name, check in list(globals().items())
-    for kind in ("optimizer", "chunk")
+    for kind in ("optimizer", "chunk", "param")
     if name.startswith(kind + "_") and callable(check)
 } | {
     "optimizer.state_dict": _refused("state_dict"),

@@ -15,8 +15,8 @@ SURFACE = Path(__file__).parents[2] / "megatron_lw/integrations/megatron/surface
 
 
 def protocol_members() -> list[str]:
-    """Every member of the two protocols, read from the source: importing it imports Megatron."""
-    kinds = {"OptimizerSurface": "optimizer", "ChunkSurface": "chunk"}
+    """Every member of the three protocols, read from the source: importing it imports Megatron."""
+    kinds = {"OptimizerSurface": "optimizer", "ChunkSurface": "chunk", "ParamSurface": "param"}
     members = []
     for each in ast.parse(SURFACE.read_text()).body:
         if isinstance(each, ast.ClassDef):

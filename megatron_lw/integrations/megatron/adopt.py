@@ -23,6 +23,7 @@ from megatron_lw.distributed.buffers import BucketBuffer
 from megatron_lw.errors import ConfigError
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.integrations.megatron import settings
+from megatron_lw.integrations.megatron.api import refuse_model
 from megatron_lw.integrations.megatron.groups import parallel_groups
 from megatron_lw.integrations.megatron.names import name_map
 from megatron_lw.integrations.megatron.optimizer import MegatronOptimizer
@@ -135,6 +136,7 @@ def adopt_megatron_ddp(
     chunks = []
     for index, wrapped in enumerate(model_chunks):
         chunk: Any = wrapped
+        refuse_model(chunk.config)
         complete_tags(chunk, chunk.config, groups.tp.size)
         names = name_map(chunk.module, index, groups.pp.rank, given.dp_cp)
         chunks.append(AdoptedChunk(chunk, groups, names))

@@ -18,11 +18,27 @@ from megatron_lw.integrations.megatron.optimizer import MegatronOptimizer
 from megatron_lw.integrations.megatron.tags import complete_tags
 from megatron_lw.optimizer.api import build_optimizer
 
-_ACROSS_STAGES = {
+_REFUSED = {
     "has_cond_embedder": "gradients of a conditional embedder are summed over pipeline stages, "
-    "whose rows differ",
-    "flextron": "gradients of its routers are summed over pipeline stages, whose rows differ",
+    "whose rows differ; drop it",
+    "flextron": "gradients of its routers are summed over pipeline stages, whose rows differ; drop "
+    "it",
+    "qk_clip": "it scales weights that the masters overwrite; drop --qk-clip",
 }
+
+
+def refuse_model(config: Any) -> None:
+    """Refuse what a model asks for and no optimizer of ours can honour.
+
+    Args:
+        config: Megatron's model configuration.
+
+    Raises:
+        ConfigError: naming the field, and the remedy.
+    """
+    for field, reason in _REFUSED.items():
+        if getattr(config, field, False):
+            raise ConfigError(f"{field}=True is not supported: {reason}")
 
 
 def wrap_model_chunks(
@@ -47,9 +63,7 @@ def wrap_model_chunks(
     Raises:
         ConfigError: a setting or the model cannot be honoured.
     """
-    for flag, reason in _ACROSS_STAGES.items():
-        if getattr(config, flag, False):
-            raise ConfigError(f"{flag}=True is not supported: {reason}; drop it")
+    refuse_model(config)
     given = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     groups = parallel_groups(given)
     num_parameters = sum(p.numel() for chunk in model_chunks for p in chunk.parameters())

@@ -56,6 +56,7 @@ class MegatronOptimizer(LayerWiseDistributedOptimizer):
         super().__init__(*args)
         self.grad_norms_by_group: dict[str, float] = {}
         self._offloaded: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._show_masters()
 
     @property
     def optimizer(self) -> MegatronOptimizer:
@@ -70,6 +71,21 @@ class MegatronOptimizer(LayerWiseDistributedOptimizer):
             ChildView(name, [g for g in self.param_groups if g["optimizer"] == name])
             for name in names
         ]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `LayerWiseDistributedOptimizer.add_param_group`; masters lie elsewhere afterwards."""
+        super().add_param_group(param_group)
+        self._show_masters()
+
+    def _show_masters(self) -> None:
+        """Give each parameter its masters in this rank's row, which Megatron's statistics read."""
+        for publisher in self.runtime.publishers:
+            params: Mapping[str, Any] = publisher.bucket.params
+            for param in params.values():
+                param.main_param, param.main_param_sharded = None, True
+            for name, slot in publisher.bucket.row_slots():
+                stop = slot.row_start + slot.numel
+                params[name].main_param = publisher.master.row[slot.row_start : stop]
 
     def get_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters of this rank, by group."""

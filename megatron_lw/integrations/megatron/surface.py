@@ -155,3 +155,16 @@ class ChunkSurface(Protocol):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
         """Loading a checkpoint."""
+
+
+class ParamSurface(Protocol):
+    """A trainable parameter, as layers, statistics and fused kernels see it."""
+
+    main_grad: torch.Tensor
+    """Where gradients are accumulated."""
+    grad_added_to_main_grad: bool
+    """Set by layers that accumulate by themselves."""
+    main_param: torch.Tensor | None
+    """fp32: this rank's masters of it, None without any; read for --log-params-norm."""
+    main_param_sharded: bool
+    """Whether other ranks have the rest."""
