@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel as MegatronDDP
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import training
 from megatron.training.models import dist_utils
@@ -15,6 +17,7 @@ from torch import nn
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.integrations import megatron as megatron_lw
+from megatron_lw.integrations.megatron.names import name_map
 
 PLACES: tuple[tuple[Any, str], ...] = (
     (training, "wrap_model_chunks_with_ddp"),
@@ -43,12 +46,23 @@ def replaced() -> dict[str, list[str]]:
     return found
 
 
+def signatures() -> tuple[str, str]:
+    """Names and defaults of the arguments: ours, and Megatron's."""
+
+    def shown(function: Callable[..., Any]) -> str:
+        found = inspect.signature(function).parameters.values()
+        return ", ".join(f"{each.name}={each.default}" for each in found)
+
+    return shown(megatron_lw.get_megatron_optimizer), shown(get_megatron_optimizer)
+
+
 def refused() -> dict[str, str]:
     """What is said of models that cannot be adopted."""
     config = OptimizerConfig(lr=0.1)
     module = nn.Linear(2, 2)
     plain = types.SimpleNamespace()
     embedder = types.SimpleNamespace(has_cond_embedder=True)
+    clipping = types.SimpleNamespace(qk_clip=True)
     divided = ProcessGroupCollection(
         tp=(whole := _Group(1)), pp=whole, dp_cp=whole, gtp_remat=_Group(2)
     )
@@ -67,6 +81,10 @@ def refused() -> dict[str, str]:
                 )
             ),
             "conditional embedder": _message(lambda: wrap([module], embedder, None)),
+            "QK clip": _message(lambda: wrap([module], clipping, None)),
+            "no global names": _message(lambda: name_map(module, 0, 0, None)),
+            "a name left out": _message(lambda: name_map(_Described(["weight"]), 0, 0, None)),
+            "a name twice": _message(lambda: name_map(_Described(["same", "same"]), 0, 0, None)),
             "divided again": _message(
                 lambda: wrap([module], plain, None, DP=MegatronDDP, pg_collection=divided)
             ),
@@ -76,6 +94,18 @@ def refused() -> dict[str, str]:
         }
     finally:
         megatron_lw.uninstall()
+
+
+class _Described(nn.Linear):
+    """A layer whose sharded state dict gives these keys to weight and bias, in this order."""
+
+    def __init__(self, keys: list[str]) -> None:
+        super().__init__(2, 2)
+        self._keys = keys
+
+    def sharded_state_dict(self, metadata: Any) -> dict[str, ShardedTensor]:
+        named = zip(self._keys, self.named_parameters(), strict=False)
+        return {n: ShardedTensor.from_rank_offsets(key, p) for key, (n, p) in named}
 
 
 class _Group:

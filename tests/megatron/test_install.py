@@ -17,6 +17,12 @@ def test_what_is_replaced_is_put_back() -> None:
     }
 
 
+def test_the_signature_is_megatrons() -> None:
+    [(ours, theirs)] = launch.on_ranks(1, "install_cases", "signatures")
+    assert ours == theirs
+    assert "config_overrides=None" in ours
+
+
 def test_models_that_cannot_be_adopted_are_refused_with_the_flag_to_change() -> None:
     [found] = launch.on_ranks(1, "install_cases", "refused")
     flags = {
@@ -25,6 +31,10 @@ def test_models_that_cannot_be_adopted_are_refused_with_the_flag_to_change() -> 
         "FSDP": "--use-megatron-fsdp",
         "FSDP of the builder": "--use-torch-fsdp2",
         "conditional embedder": "has_cond_embedder=True",
+        "QK clip": "drop --qk-clip",
+        "no global names": "has no sharded_state_dict; derive it from MegatronModule",
+        "a name left out": "'bias' is not in the model's sharded_state_dict",
+        "a name twice": "'weight' and 'bias' both have the key 'same'",
         "divided again": "--gtp-weight-remat-size",
         "adopted, not wrapped": "drop --use-megatron-fsdp",
     }
