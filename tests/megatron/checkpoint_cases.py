@@ -54,6 +54,19 @@ def weights_alone(directory: str, flags: list[str], how: str) -> tuple[Run, list
     return train([*flags, *_load(directory), how], prepare=_garbage, around=around), found
 
 
+def other_schedule(directory: str, flags: list[str]) -> tuple[Run, set[tuple[float, float]]]:
+    """With the present learning rate in place of the saved one: the rates of the first step."""
+    found: set[tuple[float, float]] = set()
+
+    def around(model: Any, optimizer: Any, step: Any) -> Any:
+        found.update((group["lr"], group["max_lr"]) for group in optimizer.param_groups)
+        return step()
+
+    present = ["--lr", "2e-3", "--override-opt_param-scheduler"]
+    run = train([*flags, *_load(directory), *present], prepare=_garbage, around=around)
+    return run, found
+
+
 def other_layouts(
     directory: str, flags: list[str], before: list[str], after: list[str], ddp: bool
 ) -> tuple[Run, Run, list[str], int]:

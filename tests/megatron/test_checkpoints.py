@@ -64,6 +64,15 @@ def test_weights_alone(saved: tuple[str, list[Any]], how: str) -> None:
         assert rest.losses[0] < found[0]["whole"].losses[0] - 0.2
 
 
+def test_the_present_schedule_where_it_is_asked_for(saved: tuple[str, list[Any]]) -> None:
+    """Bitwise for the first loss, which the loaded weights give."""
+    directory, found = saved
+    for rest, rates in run("other_schedule", 2, directory, DP2):
+        assert rates == {(2e-3, 2e-3)}
+        assert rest.losses[0] == found[0]["whole"].losses[3]
+        assert rest.losses[2] != found[0]["whole"].losses[5]
+
+
 # name -> (flags of both, flags that saved, flags that go on, whether with our DDP)
 CHANGES: dict[str, tuple[str, str, str, bool]] = {
     "tp2_to_tp1": (

@@ -43,6 +43,8 @@ from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer
 
 DIRECTORY = "megatron_lw_directory"
 """In the content metadata of a checkpoint that is being loaded: where it is."""
+OWN_SCHEDULE = "megatron_lw_own_schedule"
+"""Beside it: whether learning rates and weight decay are to be as configured now."""
 _PLAN = "megatron_lw_plan"
 _REMEDY = "load with --no-load-optim to take the weights alone"
 
@@ -53,10 +55,12 @@ class LoadPlan:
 
     Attributes:
         is_ours: whether we wrote the checkpoint.
+        own_schedule: whether settings that a schedule goes by stay as they are.
         fresh: parameters of which states start anew, since another child stepped them.
     """
 
     is_ours: bool
+    own_schedule: bool
     fresh: frozenset[str]
 
 
@@ -96,7 +100,11 @@ def load_targets(
         return targets
 
     found = attempt(collect, control)
-    plan = LoadPlan(is_ours=FORMAT in metadata, fresh=frozenset(found.fresh))
+    plan = LoadPlan(
+        is_ours=FORMAT in metadata,
+        own_schedule=bool(metadata.get(OWN_SCHEDULE)),
+        fresh=frozenset(found.fresh),
+    )
     names = {name for fresh in all_gather_objects(found.fresh, control) for name in fresh}
     if names:
         text = "states that were not saved for the child of a parameter start anew: "
@@ -251,7 +259,7 @@ def _set(
         if found is None:
             lost.append(group["name"])
         else:
-            group.update(saved_groups.settings_from(group, found))
+            group.update(saved_groups.settings_from(group, found, keep=plan.own_schedule))
     if lost:
         names = ", ".join(lost)
         _warn(optimizer, f"parameter groups that were not saved keep their settings: {names}")

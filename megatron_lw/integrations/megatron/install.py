@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.integrations.megatron import adopt, api
-from megatron_lw.integrations.megatron.checkpoint_load import DIRECTORY
+from megatron_lw.integrations.megatron.checkpoint_load import DIRECTORY, OWN_SCHEDULE
 
 
 class Replacement:
@@ -102,13 +102,17 @@ def _wrap_in_builder(
 
 
 def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
-    """Megatron's own; content metadata then say where the checkpoint is, for `load_targets`."""
+    """Megatron's own; content metadata then tell `load_targets` what it cannot see from there.
+
+    That is where the checkpoint is, and whether the schedule is to be the present one's.
+    """
     theirs: Any = checkpointing._load_base_checkpoint
     found = theirs.restores(*args, **kwargs)
     state, directory, *_ = found
     content = None if state is None else state.get("content_metadata")
     if content is not None and kwargs.get("rank0"):
         content[DIRECTORY] = str(directory)
+        content[OWN_SCHEDULE] = bool(args[1].override_opt_param_scheduler)
     return found
 
 

@@ -41,6 +41,7 @@ _TORCH_SGD = {
 _IDENTITY = frozenset(
     ("params", "name", "optimizer", "is_expert_parallel", "is_decoupled_lr", "default_config")
 )
+_OF_SCHEDULES = frozenset(("lr", "max_lr", "min_lr", "weight_decay", "start_wd", "end_wd"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,13 +145,16 @@ def find_group(group: ParamGroup, saved: Sequence[SavedGroup]) -> SavedGroup | N
     return next(iter([*named, *alike]), None)
 
 
-def settings_from(group: ParamGroup, saved: SavedGroup) -> dict[str, Any]:
-    """The saved settings that our group has: they win, as in every load."""
-    return {
-        key: value
-        for key, value in saved.settings.items()
-        if key in group and key not in _IDENTITY and key not in POLICIES
-    }
+def settings_from(group: ParamGroup, saved: SavedGroup, *, keep: bool) -> dict[str, Any]:
+    """The saved settings that our group has: they win, as in every load.
+
+    Args:
+        group: ours.
+        saved: what it was.
+        keep: whether those that a schedule goes by stay as they are.
+    """
+    kept = _IDENTITY | POLICIES | (_OF_SCHEDULES if keep else frozenset())
+    return {k: v for k, v in saved.settings.items() if k in group and k not in kept}
 
 
 def _child_of(group: Mapping[str, Any], config: OptimizerConfig) -> str:
