@@ -149,6 +149,7 @@ def test_a_depthwise_convolution_goes_to_adam_unless_told_otherwise() -> None:
         (nn.Conv2d(1, 8, (3, 4), bias=False), "8x12"),
         (nn.Conv1d(1, 6, 4, groups=1, bias=False), "6x4"),
         (nn.Conv2d(8, 6, 3, groups=2, bias=False), "6x36"),
+        (nn.ConvTranspose1d(8, 4, 3, groups=4, bias=False), "8x3"),
         (nn.Conv1d(6, 6, 4, groups=6, bias=False), None),
         (nn.Conv2d(4, 8, 3, groups=4, bias=False), None),
         (nn.ConvTranspose1d(6, 6, 4, groups=6, bias=False), None),
