@@ -38,7 +38,7 @@ from megatron_lw.optimizer.workspace import BATCH_BELOW
 Iteration = Literal["standard", "gram"]
 
 STRIPS_FROM = 512
-"""Short side from which symmetric products are mirrored; at 256 that saves 2 % of time in bf16."""
+"""Short side from which symmetric products are mirrored: at 256 bf16 loses 2 %, fp32 gains 6 %."""
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _DTYPES = (*_HALF_DTYPES, torch.float32, torch.float64)
 
