@@ -108,3 +108,11 @@ def test_fp16_skips_the_same_steps_as_megatron_and_trains_alike() -> None:
     assert ours.skipped == theirs.skipped > 0
     assert [norm is None for norm in ours.norms] == [norm is None for norm in theirs.norms]
     assert ours.losses == pytest.approx(theirs.losses, abs=5e-3, rel=0)
+
+
+def test_fp16_with_muon_trains_where_megatron_refuses() -> None:
+    flags = ["--fp16", "--initial-loss-scale", "8388608", "--train-iters", "8", "--hysteresis", "1"]
+    for plain, halved in run("with_and_without", 2, flags, ["--initial-loss-scale", "1024"]):
+        assert plain.skipped > halved.skipped == 0
+        assert halved.losses[-1] < halved.losses[0] - 0.2
+        assert all(weight.isfinite().all() for weight in plain.weights.values())

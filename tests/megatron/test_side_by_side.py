@@ -1,7 +1,8 @@
 """Megatron's pretraining loop, its own Muon and ours in one run: same seed, data and flags.
 
 Class of equality: numerical. FP32: losses within 1e-5 and norms within 1e-4 over 20 steps. BF16:
-losses within 5e-3, with Megatron's own spread under another micro-batching printed beside it.
+losses within 5e-3, with Megatron's own spread under another micro-batching, over ten steps, printed
+beside it.
 """
 
 from __future__ import annotations
@@ -109,4 +110,4 @@ def test_zero_counts_are_megatrons(name: str) -> None:
 
 
 def _largest(one: Run, two: Run) -> float:
-    return max(abs(a - b) for a, b in zip(one.losses, two.losses, strict=True))
+    return max(abs(a - b) for a, b in zip(one.losses, two.losses, strict=False))

@@ -21,9 +21,9 @@ def side_by_side(flags: list[str], fp32: bool = False) -> tuple[Run, Run]:
 
 
 def with_spread(flags: list[str]) -> tuple[Run, Run, Run]:
-    """Megatron's own, the same under another micro-batching, and ours."""
+    """Megatron's own, ten steps of the same under another micro-batching, and ours."""
     theirs = train(flags, ours=False)
-    other = train([*flags, "--micro-batch-size", "1"], ours=False)
+    other = train([*flags, "--micro-batch-size", "1", "--train-iters", "10"], ours=False)
     return theirs, other, train(flags)
 
 
