@@ -87,10 +87,11 @@ CHANGES: dict[str, tuple[str, str, str, bool]] = {
         "",
         True,
     ),
-    "ep2_to_ep1": (
+    "tp2_ep2_etp1_to_one": (
         "--num-experts 4 --moe-token-dispatcher-type alltoall "
         "--moe-router-load-balancing-type none --disable-bias-linear",
-        "--expert-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1",
         "",
         True,
     ),
