@@ -95,7 +95,12 @@ CHANGES: dict[str, tuple[str, str, str, bool]] = {
         "",
         True,
     ),
-    "to_megatrons_ddp": ("", "", "", False),
+    "to_megatrons_ddp": (
+        "",
+        "--ckpt-assume-constant-structure",
+        "--ckpt-fully-parallel-load --dist-ckpt-strictness raise_unexpected",
+        False,
+    ),
 }
 
 
