@@ -14,6 +14,7 @@ FP32 = "--muon-fp32-matmul-prec high --train-iters 4 --hidden-dropout 0 --attent
 TP2 = "--tensor-model-parallel-size 2"
 GATED = "--swiglu --group-query-attention --num-query-groups 2"
 
+ONE_GROUP = "--group-query-attention --num-query-groups 1"
 MOE = (
     "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none "
     "--expert-model-parallel-size 2"
@@ -45,6 +46,16 @@ def test_gated_and_fused_weights_are_the_same_whole_weights_under_tensor_paralle
     assert len(shards[0]) == 2
     as_they_lie = torch.cat([torch.cat(parts) for parts in shards])
     assert (as_they_lie - plain[gated]).abs().max() > 1e-2
+
+
+def test_query_groups_that_are_cut_are_split_all_the_same() -> None:
+    """One group on two tensor-parallel ranks, where Megatron's own Muon would not split it."""
+    found = in_layouts(ONE_GROUP, f"{ONE_GROUP} {TP2}", f"{ONE_GROUP} {TP2} --muon-no-split-qkv")
+    plain, cut, whole = (assembled(part for r in found for part in r[i][1]) for i in range(3))
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    assert plain[name].shape == (64 + 2 * 16, 64)
+    torch.testing.assert_close(cut[name], plain[name], atol=1e-5, rtol=0)
+    assert (whole[name] - plain[name]).abs().max() > 1e-4
 
 
 def test_a_divided_sequence_changes_nothing() -> None:
