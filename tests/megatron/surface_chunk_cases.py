@@ -12,7 +12,8 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.utils import calc_params_l2_norm
 
 from megatron_lw.distributed.buffers import GradState, WeightState
-from tests.megatron.surface_world import World, refuses_checkpoint, same
+from megatron_lw.errors import CheckpointError
+from tests.megatron.surface_world import World, refuses, same
 
 # Chunk
 
@@ -159,8 +160,10 @@ def optimizer_sharded_state_dict(world: World) -> None:
     keys = [key for of_rank in gathered for key in of_rank]
     assert keys.count("optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc1.weight") == 2
     assert keys.count("optimizer.state.fp32_param.embedding.word_embeddings.weight") == 1
-    refuses_checkpoint(
-        lambda: world.optimizer.sharded_state_dict({}, metadata=metadata), "state dict"
+    refuses(
+        lambda: world.optimizer.sharded_state_dict({}, metadata=metadata),
+        "state dict",
+        CheckpointError,
     )
 
 
@@ -168,7 +171,7 @@ def optimizer_load_state_dict(world: World) -> None:
     world.step()
     model = world.chunk.sharded_state_dict(metadata={"dp_cp_group": dist.group.WORLD})
     wanted = world.optimizer.sharded_state_dict(model, is_loading=True)
-    refuses_checkpoint(lambda: world.optimizer.load_state_dict(model), "sharded_state_dict")
+    refuses(lambda: world.optimizer.load_state_dict(model), "sharded_state_dict", CheckpointError)
     for each in nested_values(wanted):
         if isinstance(each, ShardedTensor):
             each.data.fill_(0.25)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_lw.distributed.buffers import GradState
-from megatron_lw.errors import CheckpointError, StateError
+from megatron_lw.errors import LayerWiseError, StateError
 
 
 class World:
@@ -44,19 +44,10 @@ def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def refuses(call: Callable[[], Any], text: str) -> None:
+def refuses(call: Callable[[], Any], text: str, kind: type[LayerWiseError] = StateError) -> None:
     try:
         call()
-    except StateError as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(f"nothing was raised that says {text!r}")
-
-
-def refuses_checkpoint(call: Callable[[], Any], text: str) -> None:
-    try:
-        call()
-    except CheckpointError as error:
+    except kind as error:
         assert text in str(error), error
     else:
         raise AssertionError(f"nothing was raised that says {text!r}")

@@ -23,12 +23,11 @@ from megatron_lw.distributed.buffers import BucketBuffer
 from megatron_lw.errors import ConfigError
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.integrations.megatron import settings
-from megatron_lw.integrations.megatron.api import refuse_model
+from megatron_lw.integrations.megatron.api import build_from_megatron, refuse_model
 from megatron_lw.integrations.megatron.groups import parallel_groups
 from megatron_lw.integrations.megatron.names import name_map
 from megatron_lw.integrations.megatron.optimizer import MegatronOptimizer
 from megatron_lw.integrations.megatron.tags import complete_tags
-from megatron_lw.optimizer.api import build_optimizer
 from megatron_lw.optimizer.describe import bind_main_grad
 from megatron_lw.optimizer.names import NameMap
 
@@ -140,16 +139,14 @@ def adopt_megatron_ddp(
         complete_tags(chunk, chunk.config, groups.tp.size)
         names = name_map(chunk.module, index, groups.pp.rank, given.dp_cp)
         chunks.append(AdoptedChunk(chunk, groups, names))
-    ours = settings.optimizer_config(
-        config, tensor_parallel=max(groups.tp.size, groups.expert_tp.size)
-    )
-    return build_optimizer(
+    return build_from_megatron(
         AdoptingOptimizer,
-        ours,
+        config,
         chunks,
-        settings.overrides(config_overrides, model_chunks, ours),
         groups,
+        config_overrides,
         dump_param_to_param_group_map,
+        named=model_chunks,
     )
 
 

@@ -107,15 +107,48 @@ def get_megatron_optimizer(
         ConfigError: a setting, a tag or the model cannot be honoured.
         PlanMismatchError: ranks hold different models or settings.
     """
-    groups = _groups(model_chunks)
+    return build_from_megatron(
+        MegatronOptimizer,
+        config,
+        model_chunks,
+        _groups(model_chunks),
+        config_overrides,
+        dump_param_to_param_group_map,
+        named=model_chunks,
+    )
+
+
+def build_from_megatron(
+    kind: type[MegatronOptimizer],
+    config: Any,
+    chunks: Sequence[nn.Module],
+    groups: ParallelGroups,
+    config_overrides: Mapping[Any, Mapping[str, Any]] | None,
+    dump_param_to_param_group_map: str | None,
+    *,
+    named: Sequence[nn.Module],
+) -> MegatronOptimizer:
+    """Build an optimizer from Megatron's settings and our chunks.
+
+    Args:
+        kind: its class.
+        config: Megatron's `OptimizerConfig`, or ours.
+        chunks: in our wrapper.
+        groups: every process group by name.
+        config_overrides: as `get_megatron_optimizer`.
+        dump_param_to_param_group_map: the same.
+        named: the chunks as Megatron names their parameters, for the keys of the overrides.
+
+    Collective: see `build_runtime`; every rank calls it with the same settings.
+    """
     ours = settings.optimizer_config(
         config, tensor_parallel=max(groups.tp.size, groups.expert_tp.size)
     )
     return build_optimizer(
-        MegatronOptimizer,
+        kind,
         ours,
-        model_chunks,
-        settings.overrides(config_overrides, model_chunks, ours),
+        chunks,
+        settings.overrides(config_overrides, named, ours),
         groups,
         dump_param_to_param_group_map,
     )
