@@ -17,8 +17,7 @@ from torch import nn
 
 from megatron_lw.fp8.kinds import planes_of, put_planes
 from megatron_lw.fp8.planes import Planes
-from megatron_lw.fp8.quantise import dequantise, quantise
-from megatron_lw.fp8.runs import plan_runs, whole_parts
+from megatron_lw.fp8.quantise import dequantise, quantise_all
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer.param_info import ParamInfo
 
@@ -76,9 +75,7 @@ class FrozenWeight:
             read: names of the saved tensors that were read.
         """
         if not all(name in read for name, _ in self.tensors()):
-            layout = self.planes.layout
-            runs = plan_runs(whole_parts(layout.shapes, [0]), layout)
-            quantise(self.values.view(-1), runs, self.planes, "restart")
+            quantise_all(self.values.view(-1), self.planes, "restart")
         put_planes(self.name, self.param, self.planes)
 
 

@@ -37,9 +37,9 @@ def replicate(module: nn.Module, buckets: Sequence[BucketBuffer], groups: Parall
         if id(param) not in managed
         for label, tensor in stored(name, param).items()
     ]
-    for name, param in module.named_parameters():
+    for param in module.parameters():
         if id(param) not in managed and is_quantised(param):
-            forget_initial(name, param)
+            forget_initial(param)
     domain = buffer_domain(groups)
     rest += [(name, buffer, domain) for name, buffer in module.named_buffers()]
     for _, tensor, domain in sorted(rest, key=lambda entry: natural_key(entry[0])):

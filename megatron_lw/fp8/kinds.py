@@ -6,13 +6,13 @@ import torch
 
 from megatron_lw.errors import ConfigError
 from megatron_lw.fp8.planes import Planes
-from megatron_lw.fp8.quantise import Plane
+from megatron_lw.fp8.quantise import Plane, dequantise, derive_columns, quantise_all
 from megatron_lw.fp8.te import (
     buffers,
     is_theirs,
     read_planes,
     recipe_of,
-    take_initial,
+    take_kept,
     write_planes,
 )
 from megatron_lw.fp8.tensor import QuantisedTensor
@@ -69,7 +69,26 @@ def planes_of(name: str, param: torch.Tensor) -> tuple[Planes, Plane]:
     if recipe is None:
         raise ConfigError(f"parameter {name!r} is not quantised")
     planes = Planes.empty([(param.shape[0], param.shape[1])], recipe, param.device)
-    return planes, read_planes(name, param, planes)
+    held = read_planes(name, param, planes)
+    if len(held) == 1:
+        _complete(name, param, planes, held[0])
+    return planes, held[0]
+
+
+def _complete(name: str, param: torch.Tensor, planes: Planes, held: Plane) -> None:
+    """Fill the plane that a weight of Transformer Engine does not keep, from the one that it does.
+
+    Where both planes have one scale, either is the other's transpose; a column-wise plane alone is
+    quantised anew. Elsewhere each has scales of its own, and bytes that are kept stay.
+    """
+    has_one_scale = planes.recipe.block is None
+    if has_one_scale and held == "row":
+        derive_columns(planes)
+        return
+    values = dequantise(planes, torch.bfloat16, held)
+    quantise_all(values.contiguous().view(-1), planes, "restart")
+    if not has_one_scale:
+        read_planes(name, param, planes)
 
 
 def put_planes(name: str, param: torch.Tensor, planes: Planes) -> None:
@@ -87,17 +106,12 @@ def put_planes(name: str, param: torch.Tensor, planes: Planes) -> None:
         write_planes({name: param}, planes)
 
 
-def forget_initial(name: str, param: torch.Tensor) -> None:
-    """Let go of the values from before quantisation, of which no master will start.
-
-    Args:
-        name: global name, for messages.
-        param: a quantised parameter.
-    """
+def forget_initial(param: torch.Tensor) -> None:
+    """Let go of a quantised parameter's values before quantisation; no master will start there."""
     if isinstance(param, QuantisedTensor):
         param.free_initial()
     else:
-        take_initial(name, param)
+        take_kept(param)
 
 
 def stored(label: str, param: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -172,6 +172,19 @@ def cast_row_blocks(values: torch.Tensor, data: torch.Tensor, codes: torch.Tenso
     _cast(rows, rules.code_multipliers(codes), 1, MX_BLOCK, recipe, data.view(rows.shape))
 
 
+def quantise_all(values: torch.Tensor, planes: Planes, history: History = "advance") -> None:
+    """Fill both planes of all matrices, whose values lie one after another.
+
+    Args:
+        values: bf16 or fp32, flat, contiguous.
+        planes: written.
+        history: see `quantise`.
+    """
+    layout = planes.layout
+    runs = plan_runs(whole_parts(layout.shapes, layout.data[:-1]), layout)
+    quantise(values, runs, planes, history)
+
+
 def derive_columns(planes: Planes) -> None:
     """Fill the column-wise plane from the row-wise one; not for `mxfp8` with two quantisations."""
     layout, recipe = planes.layout, planes.recipe

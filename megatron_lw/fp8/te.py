@@ -138,17 +138,23 @@ def take_initial(name: str, param: torch.Tensor) -> torch.Tensor:
         the first time; else the values of the row-wise plane, or of the only one.
     """
     recipe = _known_recipe(name, param)
+    kept = take_kept(param)
+    if kept is not None:
+        return kept.to(device=param.device, dtype=torch.bfloat16)
+    planes = Planes.empty([(param.shape[0], param.shape[1])], recipe, param.device)
+    return dequantise(planes, torch.bfloat16, read_planes(name, param, planes)[0])
+
+
+def take_kept(param: torch.Tensor) -> torch.Tensor | None:
+    """What Transformer Engine kept of the values before quantisation; it lets go of them."""
     get, clear = (vars(param).get(f"{each}_high_precision_init_val") for each in ("get", "clear"))
     kept: torch.Tensor | None = None if get is None else get()
     if clear is not None:
         clear()
-    if kept is not None:
-        return kept.to(device=param.device, dtype=torch.bfloat16)
-    planes = Planes.empty([(param.shape[0], param.shape[1])], recipe, param.device)
-    return dequantise(planes, torch.bfloat16, read_planes(name, param, planes))
+    return kept
 
 
-def read_planes(name: str, param: torch.Tensor, planes: Planes) -> Plane:
+def read_planes(name: str, param: torch.Tensor, planes: Planes) -> tuple[Plane, ...]:
     """Copy what a weight holds into planes of one matrix; those that it does not hold stay.
 
     Args:
@@ -157,7 +163,7 @@ def read_planes(name: str, param: torch.Tensor, planes: Planes) -> Plane:
         planes: of its shape and recipe.
 
     Returns:
-        Which plane its values are in: the row-wise one, unless it keeps the other alone.
+        The planes that it holds, the row-wise one first.
 
     Raises:
         ConfigError: it holds neither plane.
@@ -165,7 +171,8 @@ def read_planes(name: str, param: torch.Tensor, planes: Planes) -> Plane:
     found = buffers(name, param, stale=False)
     for each, source in found.items():
         planes.tensors()[each].copy_(_as_ours(planes, each, source).reshape(-1))
-    return "row" if "row_data" in found else "col"
+    both: tuple[Plane, ...] = ("row", "col")
+    return tuple(plane for plane in both if f"{plane}_data" in found)
 
 
 def buffers(name: str, param: torch.Tensor, *, stale: bool = True) -> dict[str, torch.Tensor]:

@@ -17,9 +17,8 @@ from torch.nn import functional
 from megatron_lw.errors import ConfigError, UnsupportedError
 from megatron_lw.fp8.linear_function import linear
 from megatron_lw.fp8.planes import PlaneLayout, Planes
-from megatron_lw.fp8.quantise import History, Plane, dequantise, quantise
+from megatron_lw.fp8.quantise import History, Plane, dequantise, quantise_all
 from megatron_lw.fp8.recipe import Recipe
-from megatron_lw.fp8.runs import plan_runs, whole_parts
 
 _OWN = ("_planes", "_initial", "_is_param")
 
@@ -149,9 +148,7 @@ class QuantisedTensor(torch.Tensor):
     @torch.no_grad()
     def requantise(self, values: torch.Tensor, history: History = "restart") -> None:
         """Quantise bf16 values of the same shape, in place."""
-        flat = values.contiguous().view(-1)
-        layout = self._planes.layout
-        quantise(flat, plan_runs(whole_parts(layout.shapes, [0]), layout), self._planes, history)
+        quantise_all(values.contiguous().view(-1), self._planes, history)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16, plane: Plane = "row") -> torch.Tensor:
         """The values, a plain tensor `[M, K]`; gradients pass through unchanged."""

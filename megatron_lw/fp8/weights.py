@@ -8,9 +8,8 @@ import torch
 
 from megatron_lw.fp8 import rules
 from megatron_lw.fp8.planes import Planes
-from megatron_lw.fp8.quantise import History, dequantise, quantise
+from megatron_lw.fp8.quantise import History, dequantise, quantise_all
 from megatron_lw.fp8.recipe import Recipe
-from megatron_lw.fp8.runs import plan_runs, whole_parts
 from megatron_lw.fp8.te import buffers, read_planes, recipe_of, take_initial, write_planes
 from megatron_lw.fp8.tensor import QuantisedTensor
 
@@ -67,9 +66,7 @@ class QuantisedWeights:
             values: bf16, as `values` gives them.
             history: see `quantise`.
         """
-        layout = self.planes.layout
-        runs = plan_runs(whole_parts(layout.shapes, layout.data[:-1]), layout)
-        quantise(values, runs, self.planes, history)
+        quantise_all(values, self.planes, history)
 
     def deliver(self) -> None:
         """Nothing to do: the weights consist of these planes."""

@@ -12,8 +12,7 @@ from megatron_lw.distributed.ddp import DistributedDataParallel
 from megatron_lw.errors import StateError
 from megatron_lw.fp8.kinds import is_quantised
 from megatron_lw.fp8.planes import Planes
-from megatron_lw.fp8.quantise import quantise
-from megatron_lw.fp8.runs import plan_runs, whole_parts
+from megatron_lw.fp8.quantise import quantise_all
 from megatron_lw.optimizer.held import Held
 from megatron_lw.optimizer.runtime import Runtime
 
@@ -158,8 +157,7 @@ def _matrices(entry: Held) -> Iterator[tuple[str, Planes, torch.Tensor]]:
 def _num_unequal(planes: Planes, master: torch.Tensor) -> torch.Tensor:
     """How many bytes and scales are not those of the masters; int64 scalar."""
     made = planes.with_tensors({name: t.clone() for name, t in planes.tensors().items()})
-    runs = plan_runs(whole_parts(made.layout.shapes, [0]), made.layout)
-    quantise(master.to(torch.bfloat16), runs, made, "keep")
+    quantise_all(master.to(torch.bfloat16), made, "keep")
     counts = [
         torch.count_nonzero(mine.view(torch.uint8) != theirs.view(torch.uint8))
         for mine, theirs in zip(made.tensors().values(), planes.tensors().values(), strict=True)

@@ -14,6 +14,7 @@ from torch import nn
 
 import megatron_lw
 from megatron_lw.errors import ConfigError
+from megatron_lw.fp8.kinds import planes_of, put_planes
 from megatron_lw.fp8.planes import Planes
 from megatron_lw.fp8.quantise import dequantise, quantise_bucket
 from megatron_lw.fp8.recipe import Recipe
@@ -58,6 +59,29 @@ def buffers(param: Any) -> dict[str, torch.Tensor]:
     names += ("_columnwise_data", "_columnwise_scale_inv")
     found = {name: vars(param).get(name) for name in names}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+@EVERY
+@pytest.mark.parametrize("without", ["row", "col"])
+def test_a_plane_that_a_weight_does_not_keep_is_made_from_the_other(
+    te: Any, kind: str, without: str
+) -> None:
+    """As a frozen weight is saved; whoever loads it may keep both. Zeros would be multiplied."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(64, 96, generator=generator).to(BF16)
+    source, target = weight(te, kind, without=without), weight(te, kind)
+    made = quantise_bucket(values.view(-1), [(64, 96)], [0], RECIPES[kind])
+    write_planes({"w": source}, made)
+    planes, held = planes_of("w", source)
+    assert held != without
+    put_planes("w", target, planes)
+    kept = theirs(source, kind, held)
+    one_scale = kind in ("tensor", "delayed")
+    if not one_scale or held == "row":
+        assert torch.equal(theirs(target, kind, held), kept)
+    for plane in ("row", "col"):
+        found = theirs(target, kind, plane)
+        assert torch.allclose(found.float(), values.float(), rtol=0.15, atol=0.05), plane
 
 
 @EVERY
