@@ -145,7 +145,8 @@ def optimizer_offload_to_cpu(world: World) -> None:
     world.optimizer.offload_to_cpu()
     assert {row.untyped_storage().nbytes() for row in rows} == {0}
     world.backward()
-    refuses(world.optimizer.step, "restore_from_cpu")
+    for use in (world.optimizer.step, world.optimizer.settle, world.optimizer.reload_model_params):
+        refuses(use, "restore_from_cpu")
     world.optimizer.restore_from_cpu()
     assert same(kept, rows)
 

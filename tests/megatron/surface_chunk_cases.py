@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.training.utils import calc_params_l2_norm
 
 from megatron_lw.distributed.buffers import GradState, WeightState
 from megatron_lw.errors import CheckpointError
+from megatron_lw.optimizer.held import held_buckets
 from tests.megatron.surface_world import World, refuses, same
 
 # Chunk
@@ -172,16 +174,25 @@ def optimizer_load_state_dict(world: World) -> None:
     model = world.chunk.sharded_state_dict(metadata={"dp_cp_group": dist.group.WORLD})
     wanted = world.optimizer.sharded_state_dict(model, is_loading=True)
     refuses(lambda: world.optimizer.load_state_dict(model), "sharded_state_dict", CheckpointError)
+    before = world.weights()
     for each in nested_values(wanted):
         if isinstance(each, ShardedTensor):
             each.data.fill_(0.25)
-    before = world.weights()
     tensors = {key: each.data for key, each in wanted["megatron_lw_tensors"].items()}
     plan = wanted["megatron_lw_plan"].unwrap()
     assert same(before, world.weights())
     world.optimizer.load_state_dict({"megatron_lw_plan": plan, "megatron_lw_tensors": tensors})
     assert all((weight == 0.25).all() for weight in world.weights())
     world.optimizer.check()
+    fresh = min(world.optimizer.runtime.model.params)
+    anew = dataclasses.replace(plan, fresh=frozenset([fresh]))
+    world.optimizer.load_state_dict({"megatron_lw_plan": anew, "megatron_lw_tensors": tensors})
+    for held in held_buckets(world.optimizer.runtime):
+        for name, slot in held.bucket.row_slots():
+            for key, row in held.rows.items():
+                part = row[slot.row_start : slot.row_start + slot.numel]
+                starts_anew = key != "master" and name == fresh
+                assert (part == (0.0 if starts_anew else 0.25)).all(), (key, name)
 
 
 def chunk_broadcast_params(world: World) -> None:

@@ -16,6 +16,7 @@ import torch
 from megatron_lw.child_names import MATRIX_CHILDREN
 from megatron_lw.distributed.agreement import attempt
 from megatron_lw.distributed.collectives import all_gather_objects
+from megatron_lw.distributed.finalize import meet_in_reduces
 from megatron_lw.integrations.megatron import assembly, saved_groups
 from megatron_lw.integrations.megatron.sharding import (
     Entry,
@@ -67,6 +68,7 @@ def save_state(
         return model_entries(optimizer, model_state)
 
     entries = attempt(collect, optimizer.groups.control)
+    meet_in_reduces(optimizer.model_chunks, optimizer.groups.control)
     is_distributed = _SHARDING in metadata
     if is_distributed:
         metadata[_SHARDING] = _RESHARDABLE

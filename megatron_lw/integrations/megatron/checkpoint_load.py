@@ -15,8 +15,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from megatron_lw.dist_checkpointing.load import CheckpointWarning
+from megatron_lw.dist_checkpointing.manifest import MASTER
 from megatron_lw.distributed.agreement import attempt
 from megatron_lw.distributed.collectives import all_gather_objects
+from megatron_lw.distributed.finalize import meet_in_reduces
 from megatron_lw.errors import CheckpointError
 from megatron_lw.integrations.megatron import assembly, saved_groups
 from megatron_lw.integrations.megatron.checkpoint import (
@@ -28,7 +30,6 @@ from megatron_lw.integrations.megatron.checkpoint import (
     owned_states,
 )
 from megatron_lw.integrations.megatron.sharding import (
-    MASTER,
     MASTERS,
     Entry,
     SavedKeys,
@@ -138,6 +139,7 @@ def finish_load(optimizer: LayerWiseDistributedOptimizer, state: Mapping[Any, An
         return plan
 
     plan = attempt(check, control)
+    meet_in_reduces(optimizer.model_chunks, control)
     with optimizer.restoring("a checkpoint of Megatron's", stepped=True):
         attempt(lambda: _fill(optimizer, state.get(TENSORS, {}), plan), control)
         attempt(lambda: _set(optimizer, state, plan), control)
@@ -231,7 +233,8 @@ def _fill(
     for held in held_buckets(optimizer.runtime):
         for name, _ in held.bucket.row_slots():
             for key, row in held.rows.items():
-                found = tensors.get(f"{key}/{name}")
+                is_fresh = key != MASTER and name in plan.fresh
+                found = None if is_fresh else tensors.get(f"{key}/{name}")
                 if found is None and key == MASTER:
                     found = params[name].detach()
                 if found is None:

@@ -15,7 +15,7 @@ from megatron_lw.integrations.megatron.checkpoint import save_state
 from megatron_lw.integrations.megatron.checkpoint_load import finish_load, load_targets
 from megatron_lw.integrations.megatron.ddp import DistributedDataParallel
 from megatron_lw.optimizer.children.base import ParamGroup
-from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer, StepResult
+from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer
 
 _ONE_FORMAT = (
     "the optimizer is saved in sharded checkpoints only; pass --ckpt-format torch_dist, or keep "
@@ -92,16 +92,6 @@ class MegatronOptimizer(LayerWiseDistributedOptimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
-        """See `LayerWiseDistributedOptimizer.step`.
-
-        Raises:
-            StateError: masters and states are on the host, see `offload_to_cpu`.
-        """
-        if self._offloaded:
-            raise StateError("step(): masters and states are offloaded; call restore_from_cpu()")
-        return super().step(closure)
-
     def prepare_model_params_for_param_sync(self) -> None:
         """Nothing to do: a publish stages what it sends."""
 
@@ -119,12 +109,13 @@ class MegatronOptimizer(LayerWiseDistributedOptimizer):
                 "reload_model_params(state_dict=...): masters are read from the model; drop "
                 "--load-main-params-from-ckpt"
             )
+        self._require_states_here()
         super().reload_model_params()
 
     def offload_to_cpu(self) -> None:
         """Move masters and states to the host and give their device memory back.
 
-        A second call does nothing. Nothing may step or publish until `restore_from_cpu`.
+        A second call does nothing. Until `restore_from_cpu` what needs them raises StateError.
         """
         if self._offloaded:
             return
@@ -212,11 +203,13 @@ class MegatronOptimizer(LayerWiseDistributedOptimizer):
         )
         return distributed and (alone or apart)
 
+    def _require_held(self) -> None:
+        super()._require_held()
+        self._require_states_here()
+
     def _require_states_here(self) -> None:
         if self._offloaded:
-            raise StateError(
-                "masters and states are offloaded; call restore_from_cpu() before a checkpoint"
-            )
+            raise StateError("masters and states are offloaded; call restore_from_cpu() first")
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
         for publisher in self.runtime.publishers:

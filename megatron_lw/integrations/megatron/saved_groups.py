@@ -16,6 +16,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megatron_lw.child_names import MATRIX_CHILDREN, WHOLE_CHILDREN
 from megatron_lw.config import OptimizerConfig
+from megatron_lw.dist_checkpointing.snapshot import settings_of
 from megatron_lw.optimizer.children.base import ParamGroup
 from megatron_lw.optimizer.param_groups import POLICIES
 
@@ -38,9 +39,6 @@ _TORCH_SGD = {
     "differentiable": False,
     "fused": None,
 }
-_IDENTITY = frozenset(
-    ("params", "name", "optimizer", "is_expert_parallel", "is_decoupled_lr", "default_config")
-)
 _OF_SCHEDULES = frozenset(("lr", "max_lr", "min_lr", "weight_decay", "start_wd", "end_wd"))
 
 
@@ -153,8 +151,9 @@ def settings_from(group: ParamGroup, saved: SavedGroup, *, keep: bool) -> dict[s
         saved: what it was.
         keep: whether those that a schedule goes by stay as they are.
     """
-    kept = _IDENTITY | POLICIES | (_OF_SCHEDULES if keep else frozenset())
-    return {k: v for k, v in saved.settings.items() if k in group and k not in kept}
+    kept = POLICIES | (_OF_SCHEDULES if keep else frozenset())
+    found = settings_of(saved.settings)
+    return {k: v for k, v in found.items() if k in group and k not in kept}
 
 
 def _child_of(group: Mapping[str, Any], config: OptimizerConfig) -> str:

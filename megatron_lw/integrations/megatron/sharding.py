@@ -20,11 +20,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
+from megatron_lw.dist_checkpointing.manifest import MASTER
 from megatron_lw.errors import CheckpointError
 from megatron_lw.optimizer.children.base import OwnedState
 from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer
 
-MASTER = "master"
 MASTERS = ("fp32_param", "param")
 _STATES: Mapping[str, str] = MappingProxyType({"momentum": "momentum_buffer"})
 _PREFIX = "optimizer.state."
@@ -146,11 +146,6 @@ class SavedKeys:
             self._dtypes = {
                 each.key: each.dtype if isinstance(each, ShardedTensor) else None for each in found
             }
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the checkpoint could be looked at."""
-        return self._dtypes is not None
 
     def __contains__(self, key: str) -> bool:
         return self._dtypes is None or key in self._dtypes
