@@ -92,7 +92,7 @@ def layers(device: str) -> dict[str, float]:
     with torch.no_grad():
         plain.weight.normal_(0.0, 0.02)
     made: dict[str, nn.Module] = {"bf16": plain}
-    has_bytes = device == "cpu" or torch.cuda.get_device_capability(device) >= SCALED_CAPABILITY
+    has_bytes = torch.cuda.get_device_capability(device) >= SCALED_CAPABILITY
     for how in ("dequantise", "scaled_mm") if has_bytes else ("dequantise",):
         layer = nn.Linear(cols, rows, bias=False, dtype=torch.bfloat16, device=device)
         layer.load_state_dict(plain.state_dict())

@@ -50,7 +50,7 @@ class Iterations:
     """Shapes of the matrices that this rank orthogonalises, on both sides.
 
     Attributes:
-        shapes: of those since the last `clear`.
+        shapes: of those since the last `load`.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Side:
         self.chunk.finish_grad_sync()
 
 
-def build(wire: Wire) -> tuple[Side, Side, Iterations]:
+def build() -> tuple[Side, Side, Iterations]:
     """The same model under Megatron's optimizer and under ours."""
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.models.gpt import GPTModel
@@ -160,7 +160,7 @@ def measure_rank(folder: Path, tensor_parallel: int, rounds: int) -> dict[str, o
     sys.argv = ["benchmark", *FLAGS.split(), "--global-batch-size", batch]
     sys.argv += ["--tensor-model-parallel-size", str(tensor_parallel)]
     standard_output, sys.stdout = sys.stdout, open(os.devnull, "w")
-    theirs, ours, iterations = build(wire)
+    theirs, ours, iterations = build()
     sys.stdout = standard_output
     torch.manual_seed(rank)
     grads = [torch.randn(p.shape) * 1e-3 for p in ours.chunk.module.parameters()]

@@ -74,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lr", type=float, default=1e-2)
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights")
     add("--out", type=Path, default=Path("out/digits"), help="folder for the CSV file")
-    add("--target", type=float, help=f"least test accuracy; {DEFAULT_TARGET} by default")
+    add("--target", type=float, default=DEFAULT_TARGET, help="least test accuracy")
     parser.set_defaults(tp=1, ep=1, pp=1, sp=False, optimizer="muon", weight_decay=0.1)
     return parser
 
@@ -153,7 +153,6 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--steps {args.steps}: must be at least 1")
     if args.dtype == "auto":
         args.dtype = "bf16" if has_bf16_arithmetic() else "fp32"
-    target = args.target if args.target is not None else DEFAULT_TARGET
     groups, device = start(args)
     if BATCH % groups.dp.size:
         leave()
@@ -170,8 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
     write_csv(args.out / "loss.csv", reporter.records)
     reporter.say(f"wrote loss.csv in {args.out}")
     reporter.say(f"test accuracy {share:.4f} of {len(data[1].labels)} images")
-    if share < target:
-        reporter.say(f"FAILED: the test accuracy is below {target}")
+    if share < args.target:
+        reporter.say(f"FAILED: the test accuracy is below {args.target}")
         return 1
     return 0
 

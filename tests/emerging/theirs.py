@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed.cases import GRADS, Shapes, initial_values
+from tests.distributed.cases import Shapes, initial_values, mean_grads
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -34,8 +34,8 @@ def on_one_process(
     params = {n: torch.nn.Parameter(v) for n, v in values.items()}
     optimizer = make(list(params.values()))
     for step in range(steps):
-        grads = [GRADS[kind](shapes, rank, step) for rank in range(ranks)]
+        grads = mean_grads(kind, shapes, ranks, step)
         for name, param in params.items():
-            param.grad = sum(each[name] for each in grads) / ranks
+            param.grad = grads[name]
         optimizer.step()
     return {name: param.detach() for name, param in params.items()}

@@ -17,7 +17,7 @@ from megatron.core.optimizer import DistributedOptimizer
 from megatron.training import checkpointing, get_args, training
 from megatron.training.models import dist_utils
 
-from tests.megatron.runs import Run
+from tests.megatron.runs import Run, differ
 from tests.megatron.training import BASE, train
 
 Tensors = dict[str, torch.Tensor]
@@ -34,7 +34,7 @@ def resume(directory: str, flags: list[str], beside: list[str]) -> dict[str, Any
         "plain": plain,
         "whole": whole,
         "rest": rest,
-        "differ": _differ(_saved(directory), _saved(f"{directory}-beside")),
+        "differ": differ(_saved(directory), _saved(f"{directory}-beside")),
         "saved": len(_of_state(_saved(directory))),
     }
 
@@ -74,13 +74,13 @@ def other_layouts(
     whole = train([*flags, *before, *_save(directory)])
     rest, again = _go_on(directory, [*flags, *after], ddp=ddp)
     one = _of_state(_saved(directory))
-    return whole, rest, _differ(one, _of_state(again)), len(one)
+    return whole, rest, differ(one, _of_state(again)), len(one)
 
 
 def go_on(directory: str, flags: list[str]) -> tuple[Run, list[str]]:
     """Take up what other ranks saved."""
     rest, again = _go_on(directory, flags)
-    return rest, _differ(_of_state(_saved(directory)), _of_state(again))
+    return rest, differ(_of_state(_saved(directory)), _of_state(again))
 
 
 def exchange(
@@ -100,7 +100,7 @@ def exchange(
         rest, again = _go_on(directory, flags, base=base, ours=not ours_first, wrap=wrap)
     is_fp32 = "--bf16" not in flags and "--fp16" not in flags
     one, two = (_of_state(each, is_fp32=is_fp32) for each in (_saved(directory), again))
-    return whole, rest, _differ(one, two), len(one)
+    return whole, rest, differ(one, two), len(one)
 
 
 def other_child(directory: str, flags: list[str]) -> tuple[Run, list[str]]:
@@ -157,15 +157,6 @@ def _of_state(tensors: Tensors, *, is_fp32: bool = False) -> Tensors:
         found = {key: value for key, value in found.items() if not key.startswith("fp32_param")}
         found |= {key: value for key, value in tensors.items() if "optimizer" not in key}
     return found
-
-
-def _differ(one: Tensors, two: Tensors) -> list[str]:
-    """Keys whose values differ by a bit, or that only one has."""
-    return sorted(
-        key
-        for key in one.keys() | two.keys()
-        if key not in one or key not in two or not torch.equal(one[key], two[key])
-    )
 
 
 def _go_on(

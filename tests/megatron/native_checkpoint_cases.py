@@ -9,7 +9,7 @@ import torch
 
 from megatron_lw import dist_checkpointing
 from megatron_lw.dist_checkpointing.reader import CheckpointReader
-from tests.megatron.runs import Run
+from tests.megatron.runs import Run, differ
 from tests.megatron.training import train
 
 
@@ -41,12 +41,7 @@ def other_layouts(
     whole = train([*flags, *before], around=save)
     rest = train([*flags, *after], around=load, prepare=_other_weights)
     one, two = _read(directory), _read(f"{directory}-again")
-    differ = [
-        key
-        for key in sorted(one.keys() | two.keys())
-        if key not in one or key not in two or not torch.equal(one[key], two[key])
-    ]
-    return whole, rest, differ, len(one)
+    return whole, rest, differ(one, two), len(one)
 
 
 def _other_weights(chunk: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,3 +61,12 @@ def assembled(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
 def last_stage(results: list[tuple[Run, ...]]) -> tuple[Run, ...]:
     """The runs of a rank of the last pipeline stage, the only ones that have losses."""
     return next(runs for runs in results if runs[0].losses)
+
+
+def differ(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor]) -> list[str]:
+    """Keys whose values differ by a bit, or that only one has."""
+    return sorted(
+        key
+        for key in one.keys() | two.keys()
+        if key not in one or key not in two or not torch.equal(one[key], two[key])
+    )

@@ -72,6 +72,8 @@ def trained(flags: list[str], gather: bool) -> tuple[Run, list[str]]:
     def probe(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
         [chunk] = model
         optimizer.check()  # also that the bytes are those of the masters
+        if chunk.ddp_config.fp8_param_gather is not gather:
+            wrong.append(f"fp8_param_gather is {chunk.ddp_config.fp8_param_gather}")
         for name, param in _quantised(chunk).items():
             if any("high_precision_init_val" in key for key in vars(param)):
                 wrong.append(f"{name} has kept its initial values")

@@ -13,7 +13,7 @@ import torch
 
 import megatron_lw
 from megatron_lw import fp8
-from tests.distributed.cases import integer_grads, reference_run, relative
+from tests.distributed.cases import initial_values, integer_grads, reference_run, relative
 from tests.harness import expect_failure_on_all, run_ranks
 from tests.reference import Settings
 from tests.regressions.given import CONFIG, MUON, Built, Tensors, backward, build, weights
@@ -21,13 +21,8 @@ from tests.regressions.given import CONFIG, MUON, Built, Tensors, backward, buil
 Shapes = dict[str, tuple[int, ...]]
 
 
-def values(shapes: Shapes) -> Tensors:
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
 def trained(shapes: Shapes, config: dict[str, Any]) -> tuple[Tensors, int]:
-    built = build(values(shapes), config=config)
+    built = build(initial_values(shapes), config=config)
     for step in range(3):
         backward(built, integer_grads(shapes, built[0].groups.dp.rank, step))
         built[1].step()
@@ -52,7 +47,9 @@ def test_a1_a7_any_size_on_any_number_of_ranks_equals_one_process(case: str) -> 
         name: Settings(lr=0.1, matrix=shape if config is MUON else None)  # type: ignore[arg-type]
         for name, shape in shapes.items()
     }
-    masters, _ = reference_run(shapes, settings, ranks=ranks, kind="integer", values=values(shapes))
+    masters, _ = reference_run(
+        shapes, settings, ranks=ranks, kind="integer", values=initial_values(shapes)
+    )
     results = run_ranks(trained, ranks, shapes, config)
     assert [held for _, held in results].count(0) == empty
     for found, _ in results:
@@ -61,7 +58,7 @@ def test_a1_a7_any_size_on_any_number_of_ranks_equals_one_process(case: str) -> 
                 assert relative(weight, masters[-1][name]) < 1e-5
             else:
                 assert torch.equal(weight, masters[-1][name])
-            assert not torch.equal(weight, values(shapes)[name])
+            assert not torch.equal(weight, initial_values(shapes)[name])
 
 
 EQUAL: Shapes = {f"w{i}_weight": (8, 8) for i in range(12)}
@@ -74,7 +71,7 @@ def registered(shuffled: bool, differing: bool) -> tuple[Tensors, list[int], lis
     if shuffled:
         order = order[4 * rank :] + order[: 4 * rank]
         order = order[::-1] if rank == 2 else order
-    start = {name: tensor.bfloat16() for name, tensor in values(EQUAL).items()}
+    start = {name: tensor.bfloat16() for name, tensor in initial_values(EQUAL).items()}
     for name in ("w1_weight", "w10_weight"):
         start[name] = start[name].float()
     if differing and rank == 1:

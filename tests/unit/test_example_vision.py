@@ -104,7 +104,7 @@ def scored(query: Tensor, key: Tensor) -> Tensor:
 def test_the_tower_sees_every_patch_both_ways() -> None:
     """No causal mask: the first patch attends to the last one's pixels."""
     torch.manual_seed(0)
-    block = gpt.Block(gpt.GPTConfig(width=64, heads=4), causal=False)
+    block = vision.VisionTower(width=64, heads=4).blocks[0]
     torch.nn.init.normal_(block.attention.output.weight, std=0.1)
     x = torch.randn(1, 16, 64, requires_grad=True)
     tables = vision.GridRotary(HEAD)(4)

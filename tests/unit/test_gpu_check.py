@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -128,9 +129,22 @@ def test_the_output_of_what_failed_stands_below_the_table(tmp_path: Path) -> Non
     assert text.index("ended with 1") < text.index("ValueError: of this kind")
 
 
-def test_parts_share_the_time_and_all_are_tried() -> None:
+def test_all_parts_are_tried() -> None:
     parts = [part("raise SystemExit(1)"), part("print('1 passed')")]
     assert [each.status for each in gpu_check.check(parts, 60.0)] == ["ended with 1", "passed"]
+
+
+def test_parts_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part may take its share of what is left, the last one all of it."""
+    given: list[float] = []
+
+    def noted(each: Any, seconds: float, folder: Path) -> Any:
+        given.append(seconds)
+        return gpu_check.Outcome(part=each, status="passed", seconds=0.0, rows=[])
+
+    monkeypatch.setattr(gpu_check, "run", noted)
+    gpu_check.check([part(""), part(""), part("")], 60.0)
+    assert given == pytest.approx([36.0, 36.0, 60.0], abs=1.0)
 
 
 def test_every_script_exists_and_takes_what_it_is_given() -> None:
