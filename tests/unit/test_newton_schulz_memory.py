@@ -87,7 +87,7 @@ def test_every_kind_of_input_view() -> None:
         assert relative_error(result, oracle(x[::2, ::2].T, engine.coefficients)) < 2e-5
 
 
-@pytest.mark.parametrize("shape", [(160, 256), (256, 160), (4, 64, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(160, 256), (256, 160), (4, 64, 128), (512, 512)], ids=str)
 def test_no_allocation_of_the_size_of_the_input(shape: tuple[int, ...]) -> None:
     """Exact: what the CPU allocator hands out during a call with `out` and `workspace`."""
     engine = newton_schulz("aol", dtype=torch.bfloat16)

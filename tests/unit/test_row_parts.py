@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import megatron_lw
+from megatron_lw.optimizer.children import matrix_bucket
 from tests.distributed.cases import build, initial_values, power_law_grads
 
 SHAPES = {
@@ -20,14 +22,21 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_runs_that_touch_are_one_and_keep_every_bit() -> None:
-    """Class bitwise against torch, also where a run ends between the places of a kernel."""
+@pytest.mark.parametrize(("at_most", "first"), [(1 << 18, [8192]), (3072, [3072, 3072, 2048])])
+def test_runs_that_touch_are_one_and_keep_every_bit(
+    at_most: int, first: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Class bitwise against torch, also where a run ends between the places of a kernel, or is cut.
+
+    A long one is cut on a CPU, whose copy of it in fp32 would leave the cache.
+    """
+    monkeypatch.setattr(matrix_bucket, "_CPU_RUN", at_most)
     groups = megatron_lw.ParallelGroups.single()
     ddp, optimizer = build(SHAPES, CONFIG, groups=groups)
     [child] = optimizer.runtime.children
     [bucket] = child._buckets
     lengths = {part.shape: [w.numel() for w in part.weights] for part in bucket.parts}
-    assert lengths == {(32, 64): [4 * 32 * 64], (17, 23): [17 * 23] * 3, (24, 40): [24 * 40]}
+    assert lengths == {(32, 64): first, (17, 23): [17 * 23] * 3, (24, 40): [24 * 40]}
 
     params = {n: torch.nn.Parameter(v) for n, v in initial_values(SHAPES).items()}
     theirs = torch.optim.Muon(
