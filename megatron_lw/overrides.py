@@ -143,6 +143,8 @@ class ParamGroupOverride(TypedDict, total=False):
     """How the weight decays, in place of `OptimizerConfig.weight_decay_mode`."""
     clip_grad: bool
     """Whether `OptimizerConfig.clip_grad` acts on the gradients."""
+    eps: float
+    """Keeps a denominator from zero, where the child has one (Adam, second moments of Muon)."""
     optimizer: str
     """The child that steps the parameter, by its name in `child_names`."""
 
@@ -157,6 +159,7 @@ OVERRIDE_FIELDS: Mapping[str, Allowed] = MappingProxyType(
         "lr_mult": number(0),
         "weight_decay_mode": one_of("decoupled", "independent", "l2", "cautious"),
         "clip_grad": flag(),
+        "eps": number(0, open_low=True),
         "optimizer": one_of(*CHILDREN),
     }
 )

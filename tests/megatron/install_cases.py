@@ -22,6 +22,7 @@ from megatron_lw.integrations.megatron.names import name_map
 PLACES: tuple[tuple[Any, str], ...] = (
     (training, "wrap_model_chunks_with_ddp"),
     (training, "get_megatron_optimizer"),
+    (training, "clip_qk"),
     (dist_utils, "_ddp_wrap"),
 )
 
@@ -62,7 +63,6 @@ def refused() -> dict[str, str]:
     module = nn.Linear(2, 2)
     plain = types.SimpleNamespace()
     embedder = types.SimpleNamespace(has_cond_embedder=True)
-    clipping = types.SimpleNamespace(qk_clip=True)
     divided = ProcessGroupCollection(
         tp=(whole := _Group(1)), pp=whole, dp_cp=whole, gtp_remat=_Group(2)
     )
@@ -81,7 +81,6 @@ def refused() -> dict[str, str]:
                 )
             ),
             "conditional embedder": _message(lambda: wrap([module], embedder, None)),
-            "QK clip": _message(lambda: wrap([module], clipping, None)),
             "no global names": _message(lambda: name_map(module, 0, 0, None)),
             "a name left out": _message(lambda: name_map(_Described(["weight"]), 0, 0, None)),
             "a name twice": _message(lambda: name_map(_Described(["same", "same"]), 0, 0, None)),

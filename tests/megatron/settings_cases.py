@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -130,8 +131,26 @@ def buckets() -> int | None:
     return settings.ddp_config(config, num_parameters=4000).bucket_size
 
 
-def override_names() -> list[dict[str, Any]]:
-    """What Megatron's overrides give for an embedding, a matrix, a norm and a bias."""
+def lions_rates() -> tuple[Any, ...]:
+    """Rates of --optimizer lion and what is warned of, without and with a rate of Lion's own."""
+
+    def found(**changed: Any) -> tuple[tuple[float, float], list[str]]:
+        theirs = OptimizerConfig(optimizer="lion", lr=0.1, adam_beta2=0.5, **changed)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours = settings.optimizer_config(theirs, tensor_parallel=1)
+        return (ours.lion_beta1, ours.lion_beta2), [str(w.message) for w in caught]
+
+    return found(), found(lion_beta2=0.25)
+
+
+def override_names(optimizer: str, scalars: str) -> list[dict[str, Any]]:
+    """What Megatron's overrides give for an embedding, a matrix, a norm and a bias.
+
+    Args:
+        optimizer: Megatron's `OptimizerConfig.optimizer`.
+        scalars: its `muon_scalar_optimizer`.
+    """
     model = nn.Module()
     model.embedding = nn.Embedding(4, 2)
     model.embedding.weight.is_embedding_or_output_parameter = True  # type: ignore[assignment]
@@ -143,7 +162,8 @@ def override_names() -> list[dict[str, Any]]:
         },
         ParamKey(attr="is_embedding_or_output_parameter"): {"max_lr": 0.5},
     }
-    config = OurConfig(optimizer="muon", lr=0.1)
+    theirs = OptimizerConfig(optimizer=optimizer, muon_scalar_optimizer=scalars, lr=0.1)
+    config = settings.optimizer_config(theirs, tensor_parallel=1)
     ours = settings.overrides(given, [model], config)
     assert ours is not None
     result = []

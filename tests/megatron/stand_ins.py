@@ -1,7 +1,8 @@
-"""Two modules that Megatron has on GPUs only, in plain torch, so that its loop runs on the CPU.
+"""Modules that Megatron has on GPUs only, in plain torch, so that its loop runs on the CPU.
 
 Its norms under sequence parallelism come from Apex or Transformer Engine, its attention under
-context parallelism from Transformer Engine. Everything around them is Megatron's own.
+context parallelism, for latent attention and for --qk-clip from Transformer Engine. Everything
+around them is Megatron's own.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 
 @contextmanager
-def installed() -> Iterator[None]:
-    """Megatron's local modules divide the sequence."""
+def installed(core: type | None = None) -> Iterator[None]:
+    """Megatron's local modules divide the sequence.
+
+    Args:
+        core: attention to put in their place; None: one that gathers the sequence.
+    """
     theirs: Any = LocalSpecProvider
     norm: Any = WrappedTorchNorm
     attention, make_norm = theirs.core_attention, norm.__new__
-    theirs.core_attention = lambda self: _GatheringAttention
+    theirs.core_attention = lambda self: core or _GatheringAttention
     norm.__new__ = _sequence_parallel_norm(make_norm)
     try:
         yield
@@ -67,6 +72,35 @@ class _GatheringAttention(DotProductAttention):  # type: ignore[misc]
         places = torch.arange(start, start + query.size(0))[:, None]
         later = torch.arange(key.size(0))[None, :] > places
         return super().forward(query, key, value, later[None, None], *args, **kwargs)
+
+
+class MeasuringAttention(torch.nn.Module):
+    """Causal attention of whole sequences that keeps the largest logit of each head.
+
+    Queries and keys may be wider than values.
+    """
+
+    def __init__(
+        self, config: Any, *unused: Any, k_channels: int | None = None, **settings: Any
+    ) -> None:
+        super().__init__()
+        width = k_channels or config.kv_channels
+        self.softmax_scale: float = settings.get("softmax_scale") or width**-0.5
+        self.current_max_attn_logits: torch.Tensor | None = None
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """All are [tokens, samples, heads, width]; the result is [tokens, samples, -1]."""
+        served = query.size(2) // key.size(2)
+        key, value = (each.repeat_interleave(served, 2).float() for each in (key, value))
+        logits = torch.einsum("sbnd,tbnd->bnst", query.float(), key) * self.softmax_scale
+        later = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        logits = logits.masked_fill(later, -torch.inf)
+        largest, before = logits.detach().amax(dim=(0, 2, 3)), self.current_max_attn_logits
+        self.current_max_attn_logits = largest if before is None else largest.maximum(before)
+        mixed = torch.einsum("bnst,tbnd->sbnd", logits.softmax(-1), value).to(query.dtype)
+        return mixed.flatten(2)
 
 
 class _Gather(torch.autograd.Function):

@@ -11,8 +11,13 @@ def test_what_is_replaced_is_put_back() -> None:
     [found] = launch.on_ranks(1, "install_cases", "replaced")
     assert found == {
         "before": [],
-        "install()": ["wrap_model_chunks_with_ddp", "get_megatron_optimizer", "_ddp_wrap"],
-        "install(ddp=False)": ["get_megatron_optimizer"],
+        "install()": [
+            "wrap_model_chunks_with_ddp",
+            "get_megatron_optimizer",
+            "clip_qk",
+            "_ddp_wrap",
+        ],
+        "install(ddp=False)": ["get_megatron_optimizer", "clip_qk"],
         "uninstall()": [],
     }
 
@@ -31,7 +36,6 @@ def test_models_that_cannot_be_adopted_are_refused_with_the_flag_to_change() -> 
         "FSDP": "--use-megatron-fsdp",
         "FSDP of the builder": "--use-torch-fsdp2",
         "conditional embedder": "has_cond_embedder=True",
-        "QK clip": "drop --qk-clip",
         "no global names": "has no sharded_state_dict; derive it from MegatronModule",
         "a name left out": "'bias' is not in the model's sharded_state_dict",
         "a name twice": "'weight' and 'bias' both have the key 'same'",

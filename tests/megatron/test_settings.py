@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.megatron import launch, needs
 from tests.megatron.settings_page import PAGE, renewed
 
@@ -29,12 +31,26 @@ def test_a_number_of_buckets_becomes_their_size() -> None:
     assert launch.on_ranks(1, "settings_cases", "buckets") == [1000]
 
 
-def test_overrides_match_as_megatrons_keys_do() -> None:
-    [found] = launch.on_ranks(1, "settings_cases", "override_names")
+@pytest.mark.parametrize(
+    ("optimizer", "rest"),
+    [("muon", "lion"), ("adaptive_muon", "lion"), ("soap", "adam"), ("lion", "adam")],
+)
+def test_overrides_match_as_megatrons_keys_do(optimizer: str, rest: str) -> None:
+    """And every optimizer that Megatron calls emerging has the matrices, and no more."""
+    [found] = launch.on_ranks(1, "settings_cases", "override_names", optimizer, "lion")
     assert found == [
-        {"name": "embedding.weight", "max_lr": 0.5, "optimizer": "adam"},
-        {"name": "linear.weight", "optimizer": "muon"},
-        {"name": "linear.bias", "wd_mult": 0.0, "optimizer": "adam"},
-        {"name": "norm.weight", "wd_mult": 0.0, "optimizer": "adam"},
-        {"name": "norm.bias", "wd_mult": 0.0, "optimizer": "adam"},
+        {"name": "embedding.weight", "max_lr": 0.5, "optimizer": rest},
+        {"name": "linear.weight", "optimizer": optimizer},
+        {"name": "linear.bias", "wd_mult": 0.0, "optimizer": rest},
+        {"name": "norm.weight", "wd_mult": 0.0, "optimizer": rest},
+        {"name": "norm.bias", "wd_mult": 0.0, "optimizer": rest},
     ]
+
+
+def test_decay_rates_of_a_main_lion_are_adams() -> None:
+    [(plain, warned)] = launch.on_ranks(1, "settings_cases", "lions_rates")
+    assert plain == ((0.9, 0.5), [])
+    rates, [message] = warned
+    assert rates == (0.9, 0.5)
+    assert "lion_beta2=0.25 has no effect" in message
+    assert "adam_beta2=0.5" in message

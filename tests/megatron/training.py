@@ -79,6 +79,7 @@ def train(
     around: Around | None = None,
     prepare: Callable[[Any], None] | None = None,
     amend: Callable[[Any], None] | None = None,
+    core: type | None = None,
 ) -> Run:
     """Train as a script would, by `pretrain`.
 
@@ -92,6 +93,7 @@ def train(
         around: called with model, optimizer and its step, in place of that step.
         prepare: called with each model chunk before it is wrapped.
         amend: called with the arguments once the model is configured.
+        core: attention, see `stand_ins.installed`.
     """
     run = Run()
     argv = sys.argv
@@ -100,7 +102,7 @@ def train(
         megatron_lw.install(ddp=ddp)
     try:
         saving = writers(beside_training="--async-save" in sys.argv)
-        with _watched(run, probe, around), stand_ins.installed(), saving:
+        with _watched(run, probe, around), stand_ins.installed(core), saving:
             args = parse_and_validate_args()
             model_config = gpt_config_from_args(args)
             if prepare is not None:

@@ -25,7 +25,7 @@ from megatron_lw.groups import ParallelGroups
 from megatron_lw.integrations.megatron import settings
 from megatron_lw.integrations.megatron.api import build_from_megatron, refuse_model
 from megatron_lw.integrations.megatron.groups import parallel_groups
-from megatron_lw.integrations.megatron.names import name_map
+from megatron_lw.integrations.megatron.names import name_maps
 from megatron_lw.integrations.megatron.optimizer import MegatronOptimizer
 from megatron_lw.integrations.megatron.tags import complete_tags
 from megatron_lw.optimizer.describe import bind_main_grad
@@ -132,13 +132,14 @@ def adopt_megatron_ddp(
         )
     given = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     groups = parallel_groups(given)
-    chunks = []
-    for index, wrapped in enumerate(model_chunks):
-        chunk: Any = wrapped
+    wrapped: Sequence[Any] = model_chunks
+    for chunk in wrapped:
         refuse_model(chunk.config)
         complete_tags(chunk, chunk.config, groups.tp.size)
-        names = name_map(chunk.module, index, groups.pp.rank, given.dp_cp)
-        chunks.append(AdoptedChunk(chunk, groups, names))
+    maps = name_maps([chunk.module for chunk in wrapped], groups, given.dp_cp)
+    chunks = [
+        AdoptedChunk(chunk, groups, names) for chunk, names in zip(wrapped, maps, strict=True)
+    ]
     return build_from_megatron(
         AdoptingOptimizer,
         config,

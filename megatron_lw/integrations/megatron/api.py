@@ -13,8 +13,9 @@ from megatron_lw.groups import ParallelGroups
 from megatron_lw.integrations.megatron import settings
 from megatron_lw.integrations.megatron.ddp import DistributedDataParallel
 from megatron_lw.integrations.megatron.groups import parallel_groups
-from megatron_lw.integrations.megatron.names import name_map
+from megatron_lw.integrations.megatron.names import name_maps
 from megatron_lw.integrations.megatron.optimizer import MegatronOptimizer
+from megatron_lw.integrations.megatron.qk_clip import MegatronQKClip
 from megatron_lw.integrations.megatron.tags import complete_tags
 from megatron_lw.optimizer.api import build_optimizer
 
@@ -23,7 +24,6 @@ _REFUSED = {
     "whose rows differ; drop it",
     "flextron": "gradients of its routers are summed over pipeline stages, whose rows differ; drop "
     "it",
-    "qk_clip": "it scales weights that the masters overwrite; drop --qk-clip",
 }
 
 
@@ -71,15 +71,10 @@ def wrap_model_chunks(
     for chunk in model_chunks:
         complete_tags(chunk, config, groups.tp.size)
     return [
-        DistributedDataParallel(
-            chunk,
-            groups,
-            config,
-            ours,
-            name_map(chunk, index, groups.pp.rank, given.dp_cp),
-            scalars_apart=scalars_apart,
+        DistributedDataParallel(chunk, groups, config, ours, names, scalars_apart=scalars_apart)
+        for chunk, names in zip(
+            model_chunks, name_maps(model_chunks, groups, given.dp_cp), strict=True
         )
-        for index, chunk in enumerate(model_chunks)
     ]
 
 
@@ -144,7 +139,7 @@ def build_from_megatron(
     ours = settings.optimizer_config(
         config, tensor_parallel=max(groups.tp.size, groups.expert_tp.size)
     )
-    return build_optimizer(
+    optimizer = build_optimizer(
         kind,
         ours,
         chunks,
@@ -152,6 +147,10 @@ def build_from_megatron(
         groups,
         dump_param_to_param_group_map,
     )
+    first: Any = named[0]
+    if getattr(first.config, "qk_clip", False):
+        MegatronQKClip(optimizer, named, first.config)
+    return optimizer
 
 
 def _groups(model_chunks: Sequence[nn.Module]) -> ParallelGroups:

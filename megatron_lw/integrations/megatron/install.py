@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel as MegatronDDP
-from megatron.training import checkpointing, training
+from megatron.training import checkpointing, get_args, training
 from megatron.training.models import dist_utils
 from torch import nn
 
@@ -101,6 +101,50 @@ def _wrap_in_builder(
     return list(chunks)
 
 
+def _build_in_training(config: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `megatron.training.training.get_megatron_optimizer`."""
+    _refuse_to_save(get_args())
+    return api.get_megatron_optimizer(config, *args, **kwargs)
+
+
+def _adopt_in_training(config: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same for `install(ddp=False)`."""
+    _refuse_to_save(get_args())
+    return adopt.adopt_megatron_ddp(config, *args, **kwargs)
+
+
+def _log_logits(model: Any, log_max_only: bool = False) -> Any:
+    """In place of `megatron.training.training.clip_qk`: the step has clipped, see `qk_clip.py`."""
+    theirs: Any = training.clip_qk
+    return theirs.restores(model, log_max_only=True)
+
+
+def _refuse_to_save(args: Any) -> None:
+    """Refuse now what the first save would come to after hours.
+
+    Args:
+        args: Megatron's command line.
+
+    Raises:
+        ConfigError: naming the flag, its value and the remedy.
+    """
+    if args.save is None:
+        return
+    per_rank = args.ckpt_format == "torch" and args.use_layer_wise_distributed_optimizer
+    if args.ckpt_format != "torch_dist" and (per_rank or not args.no_save_optim):
+        # Megatron saves a layer-wise optimizer in that format whatever --no-save-optim says.
+        alone = "drop --save" if per_rank else "save the model alone with --no-save-optim"
+        raise ConfigError(
+            f"--ckpt-format {args.ckpt_format} cannot hold the optimizer, whose state lies in rows "
+            f"on all ranks; pass --ckpt-format torch_dist, or {alone}"
+        )
+    if args.non_persistent_ckpt_type == "local" and not args.no_save_optim:
+        raise ConfigError(
+            "--non-persistent-ckpt-type local cannot hold the optimizer, which every layout of "
+            "ranks can read; pass --non-persistent-ckpt-type global"
+        )
+
+
 def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
     """Megatron's own; content metadata then tell `load_targets` what it cannot see from there.
 
@@ -125,11 +169,13 @@ def _refuse(wrapper: str) -> None:
 
 _REPLACED: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
     (training, "wrap_model_chunks_with_ddp", _wrap_in_training),
-    (training, "get_megatron_optimizer", api.get_megatron_optimizer),
+    (training, "get_megatron_optimizer", _build_in_training),
+    (training, "clip_qk", _log_logits),
     (dist_utils, "_ddp_wrap", _wrap_in_builder),
     (checkpointing, "_load_base_checkpoint", _load_base_checkpoint),
 )
 _ADOPTING: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
-    (training, "get_megatron_optimizer", adopt.adopt_megatron_ddp),
+    (training, "get_megatron_optimizer", _adopt_in_training),
+    (training, "clip_qk", _log_logits),
     (checkpointing, "_load_base_checkpoint", _load_base_checkpoint),
 )

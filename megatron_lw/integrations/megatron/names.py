@@ -7,17 +7,42 @@ numbers: `decoder.layers.7.mlp.experts.experts.3.linear_fc1.weight`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import Float16Module
 from torch import nn
 
+from megatron_lw.distributed.agreement import attempt
 from megatron_lw.errors import ConfigError
+from megatron_lw.groups import ParallelGroups
 from megatron_lw.optimizer.names import NameMap
 
 _NUMBERED = {"singleton_local_shards": True, "non_homogeneous_layers": True}
+
+
+def name_maps(
+    modules: Sequence[nn.Module], groups: ParallelGroups, dp_cp_group: Any
+) -> list[NameMap]:
+    """`name_map` of each chunk of this rank.
+
+    Args:
+        modules: the chunks.
+        groups: every process group by name.
+        dp_cp_group: as `name_map`.
+
+    Collective: an agreement over `groups.control`.
+
+    Raises:
+        ConfigError: on every rank: see `name_map`.
+    """
+
+    def found() -> list[NameMap]:
+        stage = groups.pp.rank
+        return [name_map(module, i, stage, dp_cp_group) for i, module in enumerate(modules)]
+
+    return attempt(found, groups.control)
 
 
 def name_map(module: nn.Module, chunk: int, pipeline_rank: int, dp_cp_group: Any) -> NameMap:
@@ -67,7 +92,14 @@ def _keys(module: nn.Module, dp_cp_group: Any) -> Mapping[str, str]:
             f"{type(module).__name__} has no sharded_state_dict; derive it from MegatronModule, or "
             "wrap it in megatron_lw.DistributedDataParallel with a NameMap of your own"
         )
-    found = describe(metadata={**_NUMBERED, "dp_cp_group": dp_cp_group})
+    try:
+        found = describe(metadata={**_NUMBERED, "dp_cp_group": dp_cp_group})
+    except Exception as error:
+        raise ConfigError(
+            f"{type(module).__name__}.sharded_state_dict failed, so that Megatron cannot save this "
+            "model, nor say its parameters' names; with --mtp-num-layers over pipeline stages pass "
+            f"--untie-embeddings-and-output-weights ({type(error).__name__}: {str(error)[:100]})"
+        ) from error
     return {
         name: entry.key
         for name, entry in found.items()

@@ -8,21 +8,26 @@ configuration classes, by name and with the remedy.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
 from torch import nn
 
+from megatron_lw.child_names import MATRIX_CHILDREN, MUON_CHILDREN
 from megatron_lw.config import OptimizerConfig
 from megatron_lw.ddp_config import DDPConfig
 from megatron_lw.errors import ConfigError
+from megatron_lw.field_status import IgnoredSettingWarning
 from megatron_lw.overrides import (
     ParamGroupOverride,
     ParamKey,
     ParamPredicate,
     ParamWithNamePredicate,
 )
+
+_OF_SCALARS = "of 'lion' as muon_scalar_optimizer: {}; 'lion' as optimizer has Adam's"
 
 OPTIMIZER_EDGE: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -33,6 +38,17 @@ OPTIMIZER_EDGE: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "loss_scale": ("honoured", "a constant loss scale; without fp16 a 1 is no scaling"),
         "overlap_param_gather": ("no effect", "DistributedDataParallelConfig decides"),
+        "optimizer": (
+            "honoured",
+            "the child that steps the matrices, 'lion' too; 'adam' and 'sgd' step everything; "
+            "'dist_muon' is an older name of 'muon'",
+        ),
+        "muon_scalar_optimizer": (
+            "honoured",
+            "the child that steps what Muon does not take; beside 'soap' and 'lion' it is Adam",
+        ),
+        "lion_beta1": ("honoured", _OF_SCALARS.format("share of the average in its direction")),
+        "lion_beta2": ("honoured", _OF_SCALARS.format("decay rate of its average")),
     }
 )
 """`OptimizerConfig` field -> what becomes of Megatron's value, where `FIELD_STATUS` says less."""
@@ -66,7 +82,23 @@ def optimizer_config(given: Any, *, tensor_parallel: int) -> OptimizerConfig:
         values["muon_tp_mode"] = "owner"
     if not values["fp16"] and values["loss_scale"] == 1:
         values["loss_scale"] = None
+    if values["optimizer"] == "lion":
+        _give_lion_adams_rates(values)
     return OptimizerConfig.from_mapping(values)
+
+
+def _give_lion_adams_rates(values: dict[str, Any]) -> None:
+    """Megatron builds its main Lion with Adam's decay rates, whatever `lion_beta1` says."""
+    defaults = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}
+    for name, adams in (("lion_beta1", "adam_beta1"), ("lion_beta2", "adam_beta2")):
+        if values[name] not in (defaults[name], values[adams]):
+            warnings.warn(
+                f"OptimizerConfig.{name}={values[name]!r} has no effect: with optimizer='lion' "
+                f"Megatron takes {adams}={values[adams]!r}; set that",
+                IgnoredSettingWarning,
+                stacklevel=4,
+            )
+        values[name] = values[adams]
 
 
 def ddp_config(given: Any, *, num_parameters: int) -> DDPConfig:
@@ -95,28 +127,29 @@ def overrides(
 ) -> dict[ParamKey, ParamGroupOverride] | None:
     """Our overrides from Megatron's, matched by Megatron's own keys against Megatron's own names.
 
-    With Muon, Megatron's rule for what it steps is added: matrices of two dimensions that are
-    neither a word embedding nor an output layer (a table of positions is one that it steps).
+    For every optimizer but Adam and SGD, Megatron's rule for what it steps is added: matrices of
+    two dimensions that are neither a word embedding nor an output layer (a table of positions is
+    one). Adam steps the rest, or what `muon_scalar_optimizer` says, which goes for Muon only.
 
     Args:
         given: Megatron's `config_overrides`; they are not changed.
         chunks: the wrapped chunks, whose parameter names the keys match.
         config: our settings.
     """
-    muon = config.optimizer == "muon"
-    if given is None and not muon:
+    main = config.optimizer
+    of_matrices = main in MATRIX_CHILDREN or main == "lion"
+    if given is None and not of_matrices:
         return None
     names = {id(param): name for chunk in chunks for name, param in chunk.named_parameters()}
     found = {
         _key(key, names): cast(ParamGroupOverride, dict(v)) for key, v in (given or {}).items()
     }
-    if muon:
-        takes = ParamPredicate("taken by Megatron's Muon", _is_muons)
-        leaves = ParamPredicate("left by Megatron's Muon", lambda param: not _is_muons(param))
-        found[ParamKey(predicate=takes)] = ParamGroupOverride(optimizer="muon")
-        found[ParamKey(predicate=leaves)] = ParamGroupOverride(
-            optimizer=config.muon_scalar_optimizer
-        )
+    if of_matrices:
+        rest = config.muon_scalar_optimizer if main in MUON_CHILDREN else "adam"
+        takes = ParamPredicate(f"taken by Megatron's {main}", _is_matrix)
+        leaves = ParamPredicate(f"left by Megatron's {main}", lambda param: not _is_matrix(param))
+        found[ParamKey(predicate=takes)] = ParamGroupOverride(optimizer=main)
+        found[ParamKey(predicate=leaves)] = ParamGroupOverride(optimizer=rest)
     return found
 
 
@@ -141,7 +174,7 @@ def _text(key: Any) -> str:
     return "; ".join(parts)
 
 
-def _is_muons(param: nn.Parameter) -> bool:
+def _is_matrix(param: nn.Parameter) -> bool:
     tagged = getattr(param, "is_embedding_or_output_parameter", False)
     return param.dim() == 2 and not tagged and getattr(param, "use_muon", None) is not False
 
