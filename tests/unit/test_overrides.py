@@ -137,7 +137,11 @@ def test_overrides_that_disagree_name_the_parameter_the_field_and_both_keys() ->
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ({"eps": 1e-6}, "sets eps=1e-06, which cannot be overridden; these can: max_lr"),
+        (
+            {"betas": (0.9, 0.9)},
+            "sets betas=(0.9, 0.9), which cannot be overridden; these can: max_lr",
+        ),
+        ({"eps": 0.0}, "sets eps=0.0, which is not a finite number > 0"),
         ({"wd_mult": -1.0}, "sets wd_mult=-1.0, which is not a finite number >= 0"),
         ({"max_lr": None}, "sets max_lr=None, which is not a finite number >= 0"),
         ({"optimizer": "adamw"}, "sets optimizer='adamw', which is not one of 'adam', 'lion', "),
