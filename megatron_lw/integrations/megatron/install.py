@@ -152,9 +152,11 @@ def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
     """
     theirs: Any = checkpointing._load_base_checkpoint
     found = theirs.restores(*args, **kwargs)
+    if not kwargs.get("rank0"):
+        return found  # with some values of --dist-ckpt-strictness its state is a tuple
     state, directory, *_ = found
     content = None if state is None else state.get("content_metadata")
-    if content is not None and kwargs.get("rank0"):
+    if content is not None:
         content[DIRECTORY] = str(directory)
         content[OWN_SCHEDULE] = bool(args[1].override_opt_param_scheduler)
     return found
