@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from megatron_lw.distributed.ddp import DistributedDataParallel
     from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer
 
+_OwnedValues = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""What was saved of children besides tensors: kind -> parameter of this rank -> key -> value."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wishes:
@@ -130,7 +133,9 @@ def load(
     meet_in_reduces(optimizer.model_chunks, control)
     source = open_source(path, storage, control)
     aliases = gather_aliases(held, control)
-    found, histories = attempt(lambda: _match(optimizer, held, source, aliases, wishes), control)
+    found, histories, owned = attempt(
+        lambda: _match(optimizer, held, source, aliases, wishes), control
+    )
     left_out = account(
         source,
         found,
@@ -145,7 +150,7 @@ def load(
     with optimizer.restoring(str(source.directory), stepped=not weights_only):
         attempt(lambda: _fill(optimizer, held, found, histories, source, wishes), control)
         if not weights_only:
-            attempt(lambda: _set(optimizer, found, source, wishes), control)
+            attempt(lambda: _set(optimizer, found, owned, source, wishes), control)
     return Loaded(
         step=source.manifest.step,
         directory=source.directory,
@@ -178,17 +183,19 @@ def _match(
     source: Source,
     aliases: Mapping[str, tuple[str, ...]],
     wishes: _Wishes,
-) -> tuple[Match, Histories]:
-    """All checks that one rank can make before anything is written."""
+) -> tuple[Match, Histories, _OwnedValues]:
+    """All checks that one rank can make before anything is written, and what they decoded."""
     manifest, leave_out = source.manifest, wishes.leave_out
     found = match(held, manifest, aliases, leave_out=leave_out, weights_only=wishes.weights_only)
     histories = match_histories(history_entries(optimizer), manifest, aliases, leave_out=leave_out)
     if wishes.weights_only:
-        return found, histories
+        return found, histories, {}
+    kinds = dict.fromkeys(bucket.kind for bucket in held_buckets(optimizer.runtime))
+    owned = {kind: _owned_values(kind, found, source) for kind in kinds}
     left_out = [
         f"{name}/{key}"
-        for kind in dict.fromkeys(bucket.kind for bucket in held_buckets(optimizer.runtime))
-        for name, values in _owned_values(kind, found, source).items()
+        for of_child in owned.values()
+        for name, values in of_child.items()
         for key in values
         if is_named(leave_out, name, key)
     ]
@@ -202,7 +209,7 @@ def _match(
             )
         trial = copy.copy(optimizer.loss_scaler)
         trial.load(source.value(manifest.values[LOSS_SCALER]))
-    return found, histories
+    return found, histories, owned
 
 
 @torch.no_grad()
@@ -236,21 +243,26 @@ def _fill(
 
 
 def _set(
-    optimizer: LayerWiseDistributedOptimizer, found: Match, source: Source, wishes: _Wishes
+    optimizer: LayerWiseDistributedOptimizer,
+    found: Match,
+    owned: _OwnedValues,
+    source: Source,
+    wishes: _Wishes,
 ) -> None:
     """Set everything that is no tensor: step counts, settings, loss scale, scheduler.
 
     A scheduler that sets settings when it is given its state has the last word on them.
     """
     manifest = source.manifest
-    for bucket in held_buckets(optimizer.runtime):
+    children = {id(bucket.child): bucket for bucket in held_buckets(optimizer.runtime)}
+    for bucket in children.values():
         bucket.child.restart(found.restarted)
         saved = manifest.children.get(bucket.kind)
         bucket.child.num_steps = 0 if saved is None else saved.num_steps
         bucket.child.load_owned_values(
             {
                 name: {k: v for k, v in values.items() if not is_named(wishes.leave_out, name, k)}
-                for name, values in _owned_values(bucket.kind, found, source).items()
+                for name, values in owned[bucket.kind].items()
             }
         )
     if wishes.keep_settings is not True:

@@ -76,20 +76,16 @@ def assemble(held: Held) -> Iterator[tuple[str, str, torch.Tensor]]:
                 yield place.name, key, _own(place, row, rank)
 
 
-def fill(held: Held, key: str, name: str, whole: torch.Tensor) -> None:
-    """Copy this rank's part of a whole local tensor into its row.
+def fill(row: torch.Tensor, slot: Slot, whole: torch.Tensor) -> None:
+    """Copy the part of a whole local tensor that lies in a slot.
 
     Args:
-        held: the bucket.
-        key: "master" or a state key.
-        name: global name of the parameter.
-        whole: of its local shape.
+        row: this rank's, of the master or of a state.
+        slot: of the parameter in the row.
+        whole: of the parameter's local shape.
     """
-    flat = whole.reshape(-1)
-    for param, slot in held.bucket.row_slots():
-        if param == name:
-            part = flat[slot.param_start : slot.param_start + slot.numel]
-            held.rows[key][slot.row_start : slot.row_start + slot.numel].copy_(part)
+    part = whole.reshape(-1)[slot.param_start : slot.param_start + slot.numel]
+    row[slot.row_start : slot.row_start + slot.numel].copy_(part)
 
 
 def _own(place: Spread, row: torch.Tensor, rank: int) -> torch.Tensor:

@@ -81,8 +81,7 @@ def save_state(
             tensors[f"{key}/{name}"] = sharded(
                 entries[name], state, _kept(data), 0, everywhere=spread
             )
-    for owned in owned_states(optimizer):
-        copy = owned_copy(optimizer, owned)
+    for owned, copy in owned_states(optimizer):
         data = _kept(owned.tensor)
         tensors[f"{owned_key(owned)}/{owned.start}"] = sharded_owned(owned, data, copy)
     written = _written(optimizer, is_distributed)
@@ -94,17 +93,18 @@ def is_elementwise(held: Held) -> bool:
     return held.kind not in MATRIX_CHILDREN
 
 
-def owned_states(optimizer: LayerWiseDistributedOptimizer) -> list[OwnedState]:
-    """What this rank owns that is no row."""
+def owned_states(optimizer: LayerWiseDistributedOptimizer) -> list[tuple[OwnedState, int]]:
+    """What this rank owns that is no row, and which copy of it this is.
+
+    A tied weight has an owner on two stages, and the first, copy 0, writes.
+    """
     children = {id(held.child): held.child for held in held_buckets(optimizer.runtime)}
-    return [state for child in children.values() for state in child.owned_states()]
-
-
-def owned_copy(optimizer: LayerWiseDistributedOptimizer, state: OwnedState) -> int:
-    """Which copy of it this is: a tied weight has an owner on two stages, and the first writes."""
-    infos = {route.info.name: route.info for route in optimizer.runtime.routing.routes}
-    tied = infos[state.param].tied
-    return 0 if tied is None else optimizer.groups.embedding.rank
+    tied = {r.info.name for r in optimizer.runtime.routing.routes if r.info.tied is not None}
+    return [
+        (state, optimizer.groups.embedding.rank if state.param in tied else 0)
+        for child in children.values()
+        for state in child.owned_states()
+    ]
 
 
 def _written(optimizer: LayerWiseDistributedOptimizer, is_distributed: bool) -> dict[Any, Any]:

@@ -26,7 +26,6 @@ from megatron_lw.integrations.megatron.checkpoint import (
     OURS,
     TENSORS,
     is_elementwise,
-    owned_copy,
     owned_states,
 )
 from megatron_lw.integrations.megatron.sharding import (
@@ -181,11 +180,11 @@ class _Targets:
 
     def ask_for_owned(self, optimizer: LayerWiseDistributedOptimizer) -> None:
         """Ask for what lies at owners."""
-        for owned in owned_states(optimizer):
+        for owned, copy in owned_states(optimizer):
             if owned_key(owned) not in self._saved:
                 self.fresh.add(owned.param)
                 continue
-            data, copy = torch.zeros_like(owned.tensor), owned_copy(optimizer, owned)
+            data = torch.zeros_like(owned.tensor)
             self.tensors[f"{owned_key(owned)}/{owned.start}"] = sharded_owned(owned, data, copy)
 
     def require_all(self) -> None:
@@ -231,17 +230,18 @@ def _fill(
 ) -> None:
     params = optimizer.runtime.model.params
     for held in held_buckets(optimizer.runtime):
-        for name, _ in held.bucket.row_slots():
-            for key, row in held.rows.items():
+        rows = held.rows
+        for name, slot in held.bucket.row_slots():
+            for key, row in rows.items():
                 is_fresh = key != MASTER and name in plan.fresh
                 found = None if is_fresh else tensors.get(f"{key}/{name}")
                 if found is None and key == MASTER:
                     found = params[name].detach()
                 if found is None:
                     found = row.new_zeros(params[name].shape)
-                assembly.fill(held, key, name, found)
+                assembly.fill(row, slot, found)
         held.child.restart(plan.fresh)
-    for owned in owned_states(optimizer):
+    for owned, _ in owned_states(optimizer):
         found = tensors.get(f"{owned_key(owned)}/{owned.start}")
         if found is not None:
             owned.tensor.copy_(found)
