@@ -61,7 +61,8 @@ def test_failure_of_one_rank_leaves_the_pool_alive(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("then", ["collective", "loop"])
-def test_failure_while_another_rank_waits(then: str) -> None:
+def test_failure_while_another_rank_waits(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.pool.GRACE_SECONDS", 0.1)
     with pytest.raises(RankFailure, match=r"ranks \[0\] were still running") as caught:
         run_ranks(cases.fail_on, 2, 1, then)
     assert not isinstance(caught.value, RankTimeout)
@@ -89,8 +90,8 @@ def test_the_first_error_leads_and_consequences_follow() -> None:
 
 def test_timeout_names_ranks_and_shows_stacks() -> None:
     before = run_ranks(cases.rank_and_size, 3, 0)
-    with pytest.raises(RankTimeout, match=r"ranks \[1, 2\] did not return within 5 s") as caught:
-        run_ranks(cases.hang, 3, timeout=5.0)
+    with pytest.raises(RankTimeout, match=r"ranks \[1, 2\] did not return within 3 s") as caught:
+        run_ranks(cases.hang, 3, timeout=3.0)
     assert caught.value.ranks == [1, 2]
     first, second = str(caught.value).split("--- stacks of rank ")[1:]
     assert "in wait_for_ever" in first
@@ -146,7 +147,7 @@ def test_expected_failure_that_does_not_come(
 
 def test_expected_failure_with_a_rank_left_waiting() -> None:
     with pytest.raises(RankTimeout, match=r"ranks \[0\] did not return") as caught:
-        expect_failure_on_all(cases.fail_on, 2, ValueError, "enough", 1, "collective", timeout=5.0)
+        expect_failure_on_all(cases.fail_on, 2, ValueError, "enough", 1, "collective", timeout=3.0)
     assert "rank 1 failed" in str(caught.value)
 
 

@@ -23,7 +23,7 @@ SHAPES = {"a_weight": (24, 40), "b_weight": (40, 24), "c_weight": (24, 56), "d_b
 CONFIG = {"optimizer": "muon", "lr": 0.05}
 RANKS = 3
 FAULTY = 1
-SECONDS = 3.0
+SECONDS = 2.0
 
 Action = Callable[..., Any]
 Patch = Callable[[Any, Action], AbstractContextManager[Any]]

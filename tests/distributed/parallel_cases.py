@@ -7,6 +7,7 @@ chosen global gradients, and the reference steps the whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -115,6 +116,18 @@ def mine(specs: Specs, groups: megatron_lw.ParallelGroups) -> dict[str, torch.Si
     return found
 
 
+def grad_of(name: str, kind: str, specs: Specs, index: int, step: int) -> torch.Tensor:
+    """One parameter's chosen gradient, a copy; `index` tells apart who computed it."""
+    shapes = tuple((n, s.shape) for n, s in specs.items())
+    return _all_grads(kind, shapes, index, step)[name].clone()
+
+
+@lru_cache(maxsize=16)
+def _all_grads(kind: str, shapes: tuple[Any, ...], index: int, step: int) -> Any:
+    """Those of all parameters, made once: a parameter's depends on the ones before it."""
+    return GRADS[kind](dict(shapes), index, step)
+
+
 def rank_grad(
     name: str, spec: Spec, kind: str, specs: Specs, groups: megatron_lw.ParallelGroups, step: int
 ) -> torch.Tensor:
@@ -125,7 +138,6 @@ def rank_grad(
     expert data-parallel group has one. FP32 replicas: each rank of the stage has one. Tied copies:
     each stage has one, to be summed.
     """
-    shapes = {n: s.shape for n, s in specs.items()}
     index = groups.dp.rank
     if spec.sequence_parallel:
         index = 100 + groups.dp.rank * groups.tp.size + groups.tp.rank
@@ -135,7 +147,7 @@ def rank_grad(
         index = 300 + groups.replicas.rank
     if spec.tied:
         index = 400 + 10 * groups.pp.rank + groups.dp.rank
-    return _unpadded(spec, GRADS[kind](shapes, index, step)[name])
+    return _unpadded(spec, grad_of(name, kind, specs, index, step))
 
 
 def _unpadded(spec: Spec, grad: torch.Tensor) -> torch.Tensor:
@@ -149,26 +161,22 @@ def reference_grad(
     name: str, spec: Spec, kind: str, specs: Specs, sizes: dict[str, int], step: int
 ) -> torch.Tensor:
     """The gradient of one process over all tokens."""
-    shapes = {n: s.shape for n, s in specs.items()}
     dp, tp = sizes["dp"], sizes["tp"]
+
+    def sum_of(indices: list[int]) -> torch.Tensor:
+        return sum(grad_of(name, kind, specs, index, step) for index in indices)
+
     if spec.sequence_parallel:
-        indices = [[100 + d * tp + t for d in range(dp)] for t in range(tp)]
-        return sum(
-            sum(GRADS[kind](shapes, i, step)[name] for i in column) / dp for column in indices
-        )
+        columns = [[100 + d * tp + t for d in range(dp)] for t in range(tp)]
+        return sum(sum_of(column) / dp for column in columns)
     if spec.expert is not None:
-        ranks = [200 + i for i in range(sizes["expert_dp"])]
-        return sum(GRADS[kind](shapes, i, step)[name] for i in ranks) / dp
+        return sum_of([200 + i for i in range(sizes["expert_dp"])]) / dp
     if spec.keep_fp32:
-        ranks = [300 + i for i in range(dp * tp)]
-        return sum(GRADS[kind](shapes, i, step)[name] for i in ranks) / (dp * tp)
+        return sum_of([300 + i for i in range(dp * tp)]) / (dp * tp)
     if spec.tied:
         stages = range(sizes["pp"]) if sizes["pp"] > 1 else range(1)
-        return sum(
-            sum(GRADS[kind](shapes, 400 + 10 * s + d, step)[name] for d in range(dp)) / dp
-            for s in stages
-        )
-    return _unpadded(spec, sum(GRADS[kind](shapes, d, step)[name] for d in range(dp)) / dp)
+        return sum(sum_of([400 + 10 * s + d for d in range(dp)]) / dp for s in stages)
+    return _unpadded(spec, sum_of(list(range(dp))) / dp)
 
 
 def train_parallel(

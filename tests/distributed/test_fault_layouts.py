@@ -19,9 +19,13 @@ def equal(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.fixture(scope="module")
+def recovered():
+    return run_ranks(cases.skipped, RANKS)
+
+
 @pytest.mark.parametrize(("overlap", "faulty"), [(False, (1,)), (True, (1, 2))])
-def test_every_fault_reaches_all_ranks_and_no_collective_is_missed(overlap, faulty):
-    recovered = run_ranks(cases.skipped, RANKS)
+def test_every_fault_reaches_all_ranks_and_no_collective_is_missed(overlap, faulty, recovered):
     found = run_ranks(cases.faults, RANKS, overlap, faulty)
     for rank in range(RANKS):
         assert found[rank]["none"].error == found[rank]["none"].again == ""

@@ -116,7 +116,7 @@ def stuck():
 
 @pytest.mark.parametrize("point", STUCK)
 def test_a_stuck_rank_is_noticed_within_the_timeout_of_the_group(stuck, point):
-    """3 s here; torch's own default is half an hour. The message names collective and bucket."""
+    """2 s here; torch's own default is half an hour. The message names collective and bucket."""
     for rank, found in enumerate(stuck):
         outcome = found[point]
         assert outcome.error.startswith("CommunicationError: ")
