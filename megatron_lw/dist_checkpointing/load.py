@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from megatron_lw.distributed.ddp import DistributedDataParallel
     from megatron_lw.optimizer.step import LayerWiseDistributedOptimizer
 
-_OwnedValues = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""What was saved of children besides tensors: kind -> parameter of this rank -> key -> value."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wishes:
@@ -133,9 +130,7 @@ def load(
     meet_in_reduces(optimizer.model_chunks, control)
     source = open_source(path, storage, control)
     aliases = gather_aliases(held, control)
-    found, histories, owned = attempt(
-        lambda: _match(optimizer, held, source, aliases, wishes), control
-    )
+    found, histories = attempt(lambda: _match(optimizer, held, source, aliases, wishes), control)
     left_out = account(
         source,
         found,
@@ -150,7 +145,7 @@ def load(
     with optimizer.restoring(str(source.directory), stepped=not weights_only):
         attempt(lambda: _fill(optimizer, held, found, histories, source, wishes), control)
         if not weights_only:
-            attempt(lambda: _set(optimizer, found, owned, source, wishes), control)
+            attempt(lambda: _set(optimizer, found, source, wishes), control)
     return Loaded(
         step=source.manifest.step,
         directory=source.directory,
@@ -183,13 +178,13 @@ def _match(
     source: Source,
     aliases: Mapping[str, tuple[str, ...]],
     wishes: _Wishes,
-) -> tuple[Match, Histories, _OwnedValues]:
-    """All checks that one rank can make before anything is written, and what they decoded."""
+) -> tuple[Match, Histories]:
+    """All checks that one rank can make before anything is written."""
     manifest, leave_out = source.manifest, wishes.leave_out
     found = match(held, manifest, aliases, leave_out=leave_out, weights_only=wishes.weights_only)
     histories = match_histories(history_entries(optimizer), manifest, aliases, leave_out=leave_out)
     if wishes.weights_only:
-        return found, histories, {}
+        return found, histories
     kinds = dict.fromkeys(bucket.kind for bucket in held_buckets(optimizer.runtime))
     owned = {kind: _owned_values(kind, found, source) for kind in kinds}
     left_out = [
@@ -199,7 +194,7 @@ def _match(
         for key in values
         if is_named(leave_out, name, key)
     ]
-    found = replace(found, left_out=(*found.left_out, *left_out))
+    found = replace(found, left_out=(*found.left_out, *left_out), owned=owned)
     if wishes.scheduler is not None and "scheduler" not in manifest.values:
         raise CheckpointError("the checkpoint has no scheduler; load without one, or start it anew")
     if LOSS_SCALER not in leave_out:
@@ -209,7 +204,7 @@ def _match(
             )
         trial = copy.copy(optimizer.loss_scaler)
         trial.load(source.value(manifest.values[LOSS_SCALER]))
-    return found, histories, owned
+    return found, histories
 
 
 @torch.no_grad()
@@ -243,11 +238,7 @@ def _fill(
 
 
 def _set(
-    optimizer: LayerWiseDistributedOptimizer,
-    found: Match,
-    owned: _OwnedValues,
-    source: Source,
-    wishes: _Wishes,
+    optimizer: LayerWiseDistributedOptimizer, found: Match, source: Source, wishes: _Wishes
 ) -> None:
     """Set everything that is no tensor: step counts, settings, loss scale, scheduler.
 
@@ -262,7 +253,7 @@ def _set(
         bucket.child.load_owned_values(
             {
                 name: {k: v for k, v in values.items() if not is_named(wishes.leave_out, name, k)}
-                for name, values in owned[bucket.kind].items()
+                for name, values in found.owned[bucket.kind].items()
             }
         )
     if wishes.keep_settings is not True:

@@ -7,7 +7,8 @@ shape is an error that names it; what is deliberately left out or dropped is lis
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_lw.dist_checkpointing.entries import Entry, Holdings
 from megatron_lw.dist_checkpointing.frozen import PLANES
@@ -43,6 +44,8 @@ class Match:
         used: saved tensors that this rank reads, by name and state.
         dropped: saved states that no one asks for, for the same reason.
         left_out: what stays as it is on this rank, as `leave_out` says.
+        owned: what was saved of children besides tensors, decoded by `load`: kind of the child ->
+            parameter of this rank -> key -> value.
     """
 
     reads: tuple[Read, ...]
@@ -52,6 +55,7 @@ class Match:
     used: frozenset[Key]
     dropped: frozenset[Key]
     left_out: tuple[str, ...]
+    owned: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
 
 class SavedNames:

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_lw"
@@ -58,14 +59,22 @@ def source(path: str, text: str) -> Source:
     return Source(path=path, text=text, tree=ast.parse(text))
 
 
-def package() -> list[Source]:
+@cache
+def package() -> tuple[Source, ...]:
     paths = sorted(PACKAGE.rglob("*.py"))
-    return [source(path.relative_to(PACKAGE).as_posix(), path.read_text()) for path in paths]
+    return tuple(source(path.relative_to(PACKAGE).as_posix(), path.read_text()) for path in paths)
 
 
 def within(name: str, roots: tuple[str, ...]) -> bool:
     """Whether a dotted name is one of `roots` or lies below one."""
     return any(name == root or name.startswith(f"{root}.") for root in roots)
+
+
+def called(node: ast.Call) -> str:
+    """The last name of what is called; empty where it has none."""
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr
+    return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
 def imported_names(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
@@ -79,8 +88,7 @@ def imported_names(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
             for each in node.names:
                 yield node.lineno, f"{node.module}.{each.name}", each.asname or each.name
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            function = ast.unparse(node.func).split(".")[-1]
-            if function in ("import_module", "__import__", "find_spec"):
+            if called(node) in ("import_module", "__import__", "find_spec"):
                 yield node.lineno, str(node.args[0].value), ""
 
 
