@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -36,6 +37,12 @@ def _seed() -> None:
 def _worker_pool() -> Iterator[None]:
     yield
     shutdown_pool()
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector torch and all test modules, which stay: a seventh of the CPU time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -5,14 +5,22 @@ Padding, makespan, exchange and memory are exact functions of the plan; none of 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 
 from megatron_lw.cli.topology import split_model
 from megatron_lw.optimizer.plan import PlanMetrics, plan_domain
-from megatron_lw.presets import PRESETS, model_params, preset
+from megatron_lw.presets import PRESETS, ModelParam, model_params, preset
 from megatron_lw.topology import Topology
 
 SIZES = (8, 32, 64, 128, 512)
+
+
+@lru_cache(maxsize=1)
+def model_of(name: str, fused: bool, tp: int) -> list[ModelParam]:
+    """The whole model, made once for all sizes of one kind."""
+    return list(model_params(preset(name), fused=fused, tp=tp))
 
 
 def metrics_of(name: str, *, fused: bool, dp: int, ep: int = 1, pp: int = 1) -> list[PlanMetrics]:
@@ -25,7 +33,7 @@ def metrics_of(name: str, *, fused: bool, dp: int, ep: int = 1, pp: int = 1) -> 
             dp=topology.sizes_of(domain)[0],
             tp=topology.sizes_of(domain)[1],
         ).metrics()
-        for stage in split_model(model_params(preset(name), fused=fused, tp=tp), topology)
+        for stage in split_model(model_of(name, fused, tp), topology)
         for domain, params in stage.items()
     ]
 
