@@ -24,11 +24,13 @@ from megatron_lw.fp8.quantise import (
 )
 from megatron_lw.fp8.recipe import Recipe
 from megatron_lw.fp8.runs import Part, plan_runs, whole_parts
+from tests.gpu.wrapped import wrap
 from tests.unit.test_fp8_numerics import DTYPES, EVERY, KINDS, hard_values
 
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
+CONFIG = {"optimizer": "muon", "lr": 0.01, "bf16": True}
 DEVICE = "cuda"
 SHAPES = ((96, 160), (32, 256), (32, 256), (288, 64))
 COUNTS = [rows * cols for rows, cols in SHAPES]
@@ -219,15 +221,7 @@ def test_training_with_and_without_overlap(recipe: str) -> None:
             nn.Linear(256, 128, dtype=BF16, device=DEVICE),
         )
         fp8.quantize_model(model, recipe, matmul="dequantise")
-        ddp = megatron_lw.DistributedDataParallel(
-            model,
-            megatron_lw.ParallelGroups.single(),
-            megatron_lw.DDPConfig(
-                fp8_param_gather=True, overlap_param_gather=overlap, overlap_grad_reduce=overlap
-            ),
-        )
-        config = megatron_lw.OptimizerConfig(optimizer="muon", lr=0.01, bf16=True)
-        optimizer = megatron_lw.get_megatron_optimizer(config, [ddp])
+        ddp, optimizer = wrap(model, CONFIG, overlap=overlap, fp8_param_gather=True)
         losses = []
         for step in range(4):
             optimizer.zero_grad()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-import megatron_lw
 from tests.distributed.cases import Bag, initial_values, integer_grads, relative
+from tests.gpu.wrapped import wrap
 
 SHAPES = {"a_weight": (256, 384), "b_weight": (384, 128), "c_bias": (5000,)}
 CONFIG = {
@@ -28,10 +28,7 @@ def trained(cycles: int, overlap: bool) -> dict[str, torch.Tensor]:
     delay()
     for name, value in initial_values(SHAPES).items():
         model.register_parameter(name, nn.Parameter(value.cuda().clone()))
-    config = megatron_lw.DDPConfig(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
-    groups = megatron_lw.ParallelGroups.single()
-    ddp = megatron_lw.DistributedDataParallel(model, groups, config)
-    optimizer = megatron_lw.get_megatron_optimizer(megatron_lw.OptimizerConfig(**CONFIG), [ddp])
+    ddp, optimizer = wrap(model, CONFIG, overlap=overlap)
     for step in range(3):
         grads = {name: grad.cuda() for name, grad in integer_grads(SHAPES, 0, step).items()}
         delay()

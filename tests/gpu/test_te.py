@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-import megatron_lw
 from megatron_lw.fp8.planes import Planes
 from megatron_lw.fp8.quantise import quantise_bucket
 from megatron_lw.fp8.te import read_planes, recipe_of
+from tests.gpu.wrapped import wrap
 
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
+CONFIG = {"optimizer": "muon", "lr": 0.01, "bf16": True}
 SHAPE = (256, 384)
 # The first compute capability whose kernels quantise to it.
 CAPABILITY = {"tensor": (8, 9), "block": (9, 0), "mxfp8": (10, 0)}
@@ -75,15 +76,7 @@ def test_a_model_of_its_layers_trains(te: Any, kind: str) -> None:
         ):
             layers = [te.Linear(256, 256, params_dtype=BF16, device="cuda") for _ in range(2)]
         model = nn.Sequential(*layers)
-        ddp = megatron_lw.DistributedDataParallel(
-            model,
-            megatron_lw.ParallelGroups.single(),
-            megatron_lw.DDPConfig(
-                fp8_param_gather=True, overlap_param_gather=overlap, overlap_grad_reduce=overlap
-            ),
-        )
-        config = megatron_lw.OptimizerConfig(optimizer="muon", lr=0.01, bf16=True)
-        optimizer = megatron_lw.get_megatron_optimizer(config, [ddp])
+        ddp, optimizer = wrap(model, CONFIG, overlap=overlap, fp8_param_gather=True)
         assert all(bucket.quantised for bucket in ddp.buckets if "0.weight" in bucket.params)
         losses = []
         for step in range(4):
