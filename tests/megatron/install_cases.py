@@ -15,9 +15,9 @@ from megatron.training import training
 from megatron.training.models import dist_utils
 from torch import nn
 
-from megatron_lw.errors import ConfigError
 from megatron_lw.integrations import megatron as megatron_lw
 from megatron_lw.integrations.megatron.names import name_map
+from tests.megatron.runs import refusal
 
 PLACES: tuple[tuple[Any, str], ...] = (
     (training, "wrap_model_chunks_with_ddp"),
@@ -70,24 +70,24 @@ def refused() -> dict[str, str]:
     try:
         wrap, build = training.wrap_model_chunks_with_ddp, dist_utils._ddp_wrap
         return {
-            "wrapped by another": _message(
+            "wrapped by another": refusal(
                 lambda: megatron_lw.get_megatron_optimizer(config, [module])
             ),
-            "nothing": _message(lambda: megatron_lw.get_megatron_optimizer(config, [])),
-            "FSDP": _message(lambda: wrap([module], plain, None, DP=nn.Module)),
-            "FSDP of the builder": _message(
+            "nothing": refusal(lambda: megatron_lw.get_megatron_optimizer(config, [])),
+            "FSDP": refusal(lambda: wrap([module], plain, None, DP=nn.Module)),
+            "FSDP of the builder": refusal(
                 lambda: build(
                     [module], False, None, False, use_torch_fsdp2=True, pg_collection=None
                 )
             ),
-            "conditional embedder": _message(lambda: wrap([module], embedder, None)),
-            "no global names": _message(lambda: name_map(module, 0, 0, None)),
-            "a name left out": _message(lambda: name_map(_Described(["weight"]), 0, 0, None)),
-            "a name twice": _message(lambda: name_map(_Described(["same", "same"]), 0, 0, None)),
-            "divided again": _message(
+            "conditional embedder": refusal(lambda: wrap([module], embedder, None)),
+            "no global names": refusal(lambda: name_map(module, 0, 0, None)),
+            "a name left out": refusal(lambda: name_map(_Described(["weight"]), 0, 0, None)),
+            "a name twice": refusal(lambda: name_map(_Described(["same", "same"]), 0, 0, None)),
+            "divided again": refusal(
                 lambda: wrap([module], plain, None, DP=MegatronDDP, pg_collection=divided)
             ),
-            "adopted, not wrapped": _message(
+            "adopted, not wrapped": refusal(
                 lambda: megatron_lw.adopt_megatron_ddp(config, [module])
             ),
         }
@@ -115,11 +115,3 @@ class _Group:
 
     def size(self) -> int:
         return self._size
-
-
-def _message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ConfigError as error:
-        return str(error)
-    return "nothing was raised"

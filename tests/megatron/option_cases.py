@@ -9,8 +9,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel as MegatronDDP
 from megatron.core.tensor_parallel import layers
 
-from megatron_lw.errors import ConfigError, StateError
-from tests.megatron.runs import Run
+from megatron_lw.errors import StateError
+from tests.megatron.runs import Run, refusal
 from tests.megatron.training import BASE, train
 
 
@@ -92,11 +92,7 @@ def adopted(flags: list[str]) -> tuple[Run, Run]:
 
 def adopting_refuses(flags: list[str]) -> str:
     """What is said of flags that Megatron's own DDP does not go with."""
-    try:
-        train(flags, ddp=False)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return refusal(lambda: train(flags, ddp=False))
 
 
 def reduces(flags: list[str]) -> tuple[int, list[int]]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from megatron_lw.errors import ConfigError
+
+MOE = "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
+"""Four experts, whose router is left alone by losses of its own."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +66,15 @@ def assembled(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
 def last_stage(results: list[tuple[Run, ...]]) -> tuple[Run, ...]:
     """The runs of a rank of the last pipeline stage, the only ones that have losses."""
     return next(runs for runs in results if runs[0].losses)
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """What a `ConfigError` says that a call raises; empty where nothing is raised."""
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def differ(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor]) -> list[str]:

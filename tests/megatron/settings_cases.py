@@ -14,9 +14,9 @@ from torch import nn
 
 from megatron_lw.config import OptimizerConfig as OurConfig
 from megatron_lw.ddp_config import DDPConfig
-from megatron_lw.errors import ConfigError
 from megatron_lw.field_status import FieldStatus
 from megatron_lw.integrations.megatron import settings
+from tests.megatron.runs import refusal
 
 # A value that is not the default, for fields where adding one or a change of sign is none.
 OTHER: dict[str, Any] = {
@@ -102,20 +102,13 @@ def _other(field: dataclasses.Field[Any]) -> Any:
 def refused() -> dict[str, str]:
     """Settings that are refused -> the message; empty where nothing was raised."""
 
-    def message(call: Any) -> str:
-        try:
-            call()
-        except ConfigError as error:
-            return str(error)
-        return ""
-
     def optimizer(**changed: Any) -> str:
         config = OptimizerConfig(lr=0.1, **changed)
-        return message(lambda: settings.optimizer_config(config, tensor_parallel=2))
+        return refusal(lambda: settings.optimizer_config(config, tensor_parallel=2))
 
     def ddp(**changed: Any) -> str:
         config = DistributedDataParallelConfig(**changed)
-        return message(lambda: settings.ddp_config(config, num_parameters=9))
+        return refusal(lambda: settings.ddp_config(config, num_parameters=9))
 
     return {
         "optimizer_cuda_graph": optimizer(optimizer_cuda_graph=True, muon_tp_mode="duplicated"),

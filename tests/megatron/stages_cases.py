@@ -8,8 +8,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_lw.errors import ConfigError
 from megatron_lw.integrations.megatron import parallel_groups
+from tests.megatron.runs import refusal
 
 NAMES = ("dp", "tp", "pp", "ep", "expert_dp", "expert_tp", "tp_dp", "expert_tp_dp", "embedding")
 
@@ -23,7 +23,9 @@ def groups() -> dict[str, Any]:
         return {
             "all": _ranks(None),
             "least": _ranks(least),
-            "refused": _refusal(ProcessGroupCollection(tp=whole.tp, pp=whole.pp)),
+            "refused": refusal(
+                lambda: parallel_groups(ProcessGroupCollection(tp=whole.tp, pp=whole.pp))
+            ),
             "rank": dist.get_rank(),
         }
     finally:
@@ -33,11 +35,3 @@ def groups() -> dict[str, Any]:
 def _ranks(given: ProcessGroupCollection | None) -> dict[str, tuple[int, ...]]:
     found = parallel_groups(given)
     return {name: getattr(found, name).ranks for name in NAMES}
-
-
-def _refusal(given: ProcessGroupCollection) -> str:
-    try:
-        parallel_groups(given)
-    except ConfigError as error:
-        return str(error)
-    return ""

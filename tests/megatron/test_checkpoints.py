@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.megatron import launch, needs
+from tests.megatron.runs import MOE
 
 needs.megatron()
 
@@ -88,8 +89,7 @@ CHANGES: dict[str, tuple[str, str, str, bool]] = {
         True,
     ),
     "tp2_ep2_etp1_to_one": (
-        "--num-experts 4 --moe-token-dispatcher-type alltoall "
-        "--moe-router-load-balancing-type none --disable-bias-linear",
+        f"{MOE} --disable-bias-linear",
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
         "--expert-tensor-parallel-size 1",
         "",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.megatron import launch, needs
-from tests.megatron.runs import Part, Run, assembled
+from tests.megatron.runs import MOE, Part, Run, assembled
 
 needs.megatron()
 
@@ -15,10 +15,7 @@ TP2 = "--tensor-model-parallel-size 2"
 GATED = "--swiglu --group-query-attention --num-query-groups 2"
 
 ONE_GROUP = "--group-query-attention --num-query-groups 1"
-MOE = (
-    "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none "
-    "--expert-model-parallel-size 2"
-)
+EXPERTS = f"{MOE} --expert-model-parallel-size 2"
 WHOLE_EXPERTS = f"{TP2} --sequence-parallel --expert-tensor-parallel-size 1"
 
 Found = list[list[tuple[Run, list[Part]]]]
@@ -76,7 +73,7 @@ def test_experts_with_biases_are_the_same_under_tensor_parallelism() -> None:
     In the second, Megatron itself would sum the gradients of the second biases over that pair: of
     experts 0 and 2, say.
     """
-    found = in_layouts(MOE, f"{MOE} {WHOLE_EXPERTS}")
+    found = in_layouts(EXPERTS, f"{EXPERTS} {WHOLE_EXPERTS}")
     for one, two in found:
         assert two[0].losses == pytest.approx(one[0].losses, abs=1e-5, rel=0)
         assert two[0].norms == pytest.approx(one[0].norms, rel=1e-4)

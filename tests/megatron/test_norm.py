@@ -9,12 +9,12 @@ from __future__ import annotations
 import pytest
 
 from tests.megatron import launch, needs
+from tests.megatron.runs import MOE
 
 needs.megatron()
 
 # Most tokens occur in no batch: the gradients of their embeddings are zero.
 UNSEEN = "--vocab-size 500 --untie-embeddings-and-output-weights"
-MOE = "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
 LAYOUTS: dict[str, tuple[int, str]] = {
     "tp2": (2, f"{UNSEEN} --tensor-model-parallel-size 2"),
     "pp2_tied": (2, "--pipeline-model-parallel-size 2"),

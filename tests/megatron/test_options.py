@@ -6,15 +6,11 @@ import pytest
 import torch
 
 from tests.megatron import launch, needs
-from tests.megatron.runs import last_stage
+from tests.megatron.runs import MOE, last_stage
 
 needs.megatron()
 
 SHORT = ["--train-iters", "6"]
-MOE = (
-    "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none "
-    "--disable-bias-linear"
-)
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"]
 
 
@@ -76,7 +72,9 @@ def test_layers_that_accumulate_their_own_weight_gradients() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(f"--bf16 --expert-model-parallel-size 2 {MOE}", id="ep2"),
+        pytest.param(
+            f"--bf16 --expert-model-parallel-size 2 {MOE} --disable-bias-linear", id="ep2"
+        ),
         pytest.param("--pipeline-model-parallel-size 2 --calculate-per-token-loss", id="pp2"),
         pytest.param("--tensor-model-parallel-size 2 --swiglu --optimizer adam", id="tp2"),
     ],

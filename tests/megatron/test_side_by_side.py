@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 
 from tests.megatron import launch, needs
-from tests.megatron.runs import Run, last_stage
+from tests.megatron.runs import MOE, Run, last_stage
 
 needs.megatron()
 
@@ -22,17 +22,14 @@ TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 UNTIED = "--untie-embeddings-and-output-weights"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
-MOE = (
-    "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none "
-    "--expert-model-parallel-size 2 --disable-bias-linear"
-)
+EXPERTS = f"{MOE} --expert-model-parallel-size 2 --disable-bias-linear"
 # name -> (ranks, flags)
 LAYOUTS: dict[str, tuple[int, str]] = {
     "dp2": (2, ""),
     "tp2": (2, TP2),
     "pp2_tied": (2, PP2),
     "pp2_untied": (2, f"{PP2} {UNTIED}"),
-    "dp2_ep2": (2, MOE),
+    "dp2_ep2": (2, EXPERTS),
     "dp2_tp2_overlapped": (4, f"{TP2} {OVERLAP}"),
 }
 # Ten steps in FP32.
@@ -46,7 +43,10 @@ OPTIONS: dict[str, tuple[int, str]] = {
     "dp2_per_token": (2, "--calculate-per-token-loss --muon-no-split-qkv"),
     "cp2": (2, "--context-parallel-size 2"),
     # One rank a whole expert, two a dense weight.
-    "tp2_whole_experts": (2, f"{TP2} {MOE} --sequence-parallel --expert-tensor-parallel-size 1"),
+    "tp2_whole_experts": (
+        2,
+        f"{TP2} {EXPERTS} --sequence-parallel --expert-tensor-parallel-size 1",
+    ),
 }
 
 
