@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import megatron_lw
+from megatron_lw.distributed.gather import Publisher
 from tests.reference import Reference, Settings
 
 Shapes = dict[str, tuple[int, ...]]
@@ -153,6 +155,15 @@ def reference_run(
         stats.append(reference.step(mean_grads(kind, shapes, ranks, step)))
         masters.append({name: master.clone() for name, master in reference.masters.items()})
     return masters, stats
+
+
+def master_parts(publishers: Iterable[Publisher]) -> list[tuple[str, int, torch.Tensor]]:
+    """Name, first element and values of every part of a parameter in this rank's rows."""
+    return [
+        (name, slot.param_start, publisher.master.row[slot.row_start :][: slot.numel].clone())
+        for publisher in publishers
+        for name, slot in publisher.bucket.row_slots()
+    ]
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

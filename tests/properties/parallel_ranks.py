@@ -16,6 +16,7 @@ from megatron_lw import fp8
 from megatron_lw.dist_checkpointing import CheckpointWarning, load, save, wait
 from megatron_lw.distributed.agreement import Kept
 from megatron_lw.distributed.finalize import finalize_model_grads
+from tests.distributed.cases import master_parts
 from tests.distributed.fp8_cases import RECIPES
 from tests.late_gather import LateGather
 from tests.properties.parallel_chunks import Chunk
@@ -134,7 +135,7 @@ class Trainer:
                 {
                     "what": "step",
                     "result": result,
-                    "masters": self.masters(),
+                    "masters": master_parts(self.optimizer.runtime.publishers),
                     "reducing": reducing,
                     "gathering": gathering,
                 }
@@ -251,14 +252,6 @@ class Trainer:
             tokens = torch.tensor(tokens_of(self.place.dp) if is_last else -1)
             finalize_model_grads(self.chunks, tokens, self.groups)
 
-    def masters(self) -> list[tuple[str, int, torch.Tensor]]:
-        """Name, first element and values of what is in this rank's rows."""
-        return [
-            (name, slot.param_start, publisher.master.row[slot.row_start :][: slot.numel].clone())
-            for publisher in self.optimizer.runtime.publishers
-            for name, slot in publisher.bucket.row_slots()
-        ]
-
     def facts(self) -> dict[str, Any]:
         """What the parent checks besides the report."""
         plans = self.optimizer.runtime.plans.values()
@@ -287,7 +280,8 @@ def run_case(case: Case, folder: Path, phase: int) -> tuple[list[dict[str, Any]]
     if phase:
         trainer.load()
         trainer.saves = len(case.steps) * 10
-        trainer.report.append({"what": "load", "masters": trainer.masters()})
+        masters = master_parts(trainer.optimizer.runtime.publishers)
+        trainer.report.append({"what": "load", "masters": masters})
     trainer.run(numbers)
     if not phase and case.later is not None:
         trainer.save()

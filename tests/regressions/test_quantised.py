@@ -16,6 +16,7 @@ import megatron_lw
 from megatron_lw import fp8
 from megatron_lw.dist_checkpointing import load, save
 from megatron_lw.fp8.recipe import Recipe
+from tests.distributed.cases import master_parts
 from tests.distributed.fp8_cases import (
     BF16,
     RECIPES,
@@ -36,15 +37,6 @@ Rows = list[tuple[str, int, torch.Tensor]]
 
 def equal(one: Tensors, other: Tensors) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
-
-
-def masters(ddp: megatron_lw.DistributedDataParallel) -> Rows:
-    """Name, first element and values of every part of a parameter in this rank's rows."""
-    return [
-        (name, slot.param_start, publisher.master.row[slot.row_start :][: slot.numel].clone())
-        for publisher in ddp.publishers
-        for name, slot in publisher.bucket.row_slots()
-    ]
 
 
 def whole(rows: list[Rows]) -> dict[str, torch.Tensor]:
@@ -167,7 +159,7 @@ def seeded(recipe: str) -> tuple[Rows, Tensors]:
     fp8.quantize_model(model, RECIPES[recipe], quantised)
     ddp, _ = wrap(model, bucket_size=20000)
     kept = {n: p for n, p in ddp.module.named_parameters() if isinstance(p, fp8.QuantisedTensor)}
-    return masters(ddp), {name: param.dequantize() for name, param in kept.items()}
+    return master_parts(ddp.publishers), {name: param.dequantize() for name, param in kept.items()}
 
 
 @pytest.mark.parametrize("recipe", ["tensor", "block", "mxfp8", "delayed"])
@@ -246,17 +238,17 @@ def coded(root: Path, recipe: str) -> list[tuple[Rows, dict[str, Tensors]]]:
         row = publisher.master.row
         row.copy_(torch.randn(row.shape, generator=generator))
     train(ddp, optimizer, range(1))
-    found = [(masters(ddp), planes(ddp))]
+    found = [(master_parts(ddp.publishers), planes(ddp))]
     with torch.no_grad():
         ddp.eval()(batch(3, 0))
-    found.append((masters(ddp), planes(ddp)))
+    found.append((master_parts(ddp.publishers), planes(ddp)))
     save(root, ddp, optimizer, step=1)
     other, again = build(recipe, bucket_size=20000)
     with torch.no_grad():
         for param in other.module.parameters():
             param.copy_(torch.full(param.shape, 5.0))
     load(root, other, again)
-    return [*found, (masters(other), planes(other))]
+    return [*found, (master_parts(other.publishers), planes(other))]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
