@@ -5,6 +5,7 @@ Values are decoded by the layout that Transformer Engine documents, not by code 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
@@ -116,3 +117,17 @@ def grouped(te: Any) -> torch.Tensor:
     shapes = [(32, 32), (32, 32)]
     data = torch.zeros(2048, dtype=BF16)
     return GroupedTensor((64, 32), BF16, num_tensors=2, shapes=shapes, data=data)
+
+
+def inner(param: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors in which Transformer Engine keeps a weight, by its own names; the data first."""
+    names = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")
+    names += ("_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv")
+    found = {name: vars(param).get(name) for name in names}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def storage(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of memory that tensors lie in, whole, what they share once."""
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(found.values())

@@ -8,13 +8,14 @@ from megatron_lw.errors import ConfigError
 from megatron_lw.fp8.planes import Planes
 from megatron_lw.fp8.quantise import Plane, dequantise, derive_columns, quantise_all
 from megatron_lw.fp8.te import (
-    buffers,
     is_theirs,
     read_planes,
     recipe_of,
+    require_recipe,
     take_kept,
     write_planes,
 )
+from megatron_lw.fp8.te_buffers import buffers
 from megatron_lw.fp8.tensor import QuantisedTensor
 
 
@@ -33,7 +34,7 @@ def recipe_text(name: str, param: torch.Tensor) -> str | None:
         return repr(param.recipe)
     theirs = recipe_of(name, param)
     if theirs is not None:
-        return f"{theirs!r} of Transformer Engine, with {', '.join(buffers(name, param))}"
+        return f"{theirs!r} of Transformer Engine, with {', '.join(buffers(name, param, theirs))}"
     if type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise ConfigError(
             f"parameter {name!r} is a {type(param).__name__}; weights are plain tensors, quantised "
@@ -51,7 +52,7 @@ def address(name: str, param: torch.Tensor) -> int:
     if isinstance(param, QuantisedTensor):
         return param.planes.row_data.data_ptr()
     if is_theirs(param):
-        return next(iter(buffers(name, param).values())).data_ptr()
+        return next(iter(buffers(name, param, require_recipe(name, param)).values())).data_ptr()
     return param.data_ptr()
 
 
@@ -65,9 +66,7 @@ def planes_of(name: str, param: torch.Tensor) -> tuple[Planes, Plane]:
     if isinstance(param, QuantisedTensor):
         tensors = {key: each.clone() for key, each in param.planes.tensors().items()}
         return param.planes.with_tensors(tensors), "row"
-    recipe = recipe_of(name, param)
-    if recipe is None:
-        raise ConfigError(f"parameter {name!r} is not quantised")
+    recipe = require_recipe(name, param)
     planes = Planes.empty([(param.shape[0], param.shape[1])], recipe, param.device)
     held = read_planes(name, param, planes)
     if len(held) == 1:
@@ -124,5 +123,6 @@ def stored(label: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
     if isinstance(param, QuantisedTensor):
         return {f"{name} of {label}": each for name, each in param.planes.tensors().items()}
     if is_theirs(param):
-        return {f"{name} of {label}": each for name, each in buffers(label, param).items()}
+        found = buffers(label, param, require_recipe(label, param))
+        return {f"{name} of {label}": each for name, each in found.items()}
     return {label: param.detach()}

@@ -22,11 +22,14 @@ from typing import Any
 import torch
 
 from megatron_lw.errors import ConfigError
-from megatron_lw.fp8.planes import Planes, col_scale_shape, row_scale_shape
+from megatron_lw.fp8.planes import Planes
 from megatron_lw.fp8.quantise import Plane, dequantise
-from megatron_lw.fp8.recipe import MX_BLOCK, Recipe
+from megatron_lw.fp8.recipe import Recipe
+from megatron_lw.fp8.te_buffers import as_ours, as_stored, buffers, rebind
 
 _PACKAGE = "transformer_engine"
+_ALIGNMENT = 16
+"""Bytes; matrix products in FP8 need both operands to begin at a multiple of it."""
 
 
 def load_fused_adam() -> Callable[..., torch.optim.Optimizer]:
@@ -88,11 +91,48 @@ def recipe_of(name: str, param: torch.Tensor) -> Recipe | None:
     return recipe
 
 
+def require_recipe(name: str, param: torch.Tensor) -> Recipe:
+    """As `recipe_of`.
+
+    Raises:
+        ConfigError: also if it is none of its tensors.
+    """
+    recipe = recipe_of(name, param)
+    if recipe is None:
+        raise ConfigError(f"parameter {name!r} is no tensor of Transformer Engine")
+    return recipe
+
+
+def move_data(name: str, param: torch.Tensor, planes: Planes) -> None:
+    """Move the bytes of a weight into planes of ours, of which its buffers are views afterwards.
+
+    As an assignment to `.data` does with a plain parameter. It holds the planes that it held, with
+    the same bytes. Scales stay where they are, laid out with padding.
+
+    Args:
+        name: global name, for messages.
+        param: a weight for which `recipe_of` finds a recipe.
+        planes: of its shape and recipe; the bytes of what it holds are written. Where they would
+            begin between multiples of 16 bytes, the weight keeps a buffer of its own.
+
+    Raises:
+        ConfigError: it holds neither plane, or a buffer does not fit its shape.
+    """
+    moved: dict[str, torch.Tensor] = {}
+    for each, source in buffers(name, param, planes.recipe).items():
+        target = planes.tensors()[each]
+        if each.endswith("data") and target.data_ptr() % _ALIGNMENT == 0:
+            moved[each] = target.view(source.shape)
+            moved[each].copy_(source)
+    rebind(param, planes.recipe, moved)
+
+
 def write_planes(weights: Mapping[str, torch.Tensor], planes: Planes) -> None:
-    """Copy bytes and scales into Transformer Engine's own buffers, for many weights in one call.
+    """Give Transformer Engine's buffers bytes and scales, of many weights in one call.
 
     Both planes of a weight change together. Where Transformer Engine keeps one plane, that one
-    does, and a transpose that it would make from it later is marked as stale. Addresses stay.
+    does, and a transpose that it would make from it later is marked as stale. A buffer that is a
+    view of these planes holds its bytes already; any other gets a copy. Addresses stay.
 
     Args:
         weights: global name -> weight, in the order of the matrices.
@@ -110,9 +150,11 @@ def write_planes(weights: Mapping[str, torch.Tensor], planes: Planes) -> None:
                 f"parameter {name!r} is no longer kept as {planes.recipe}; build the optimizer anew"
             )
         parts = planes.one(index)
-        for each, target in buffers(name, weight).items():
-            targets.append(target)
-            sources.append(_as_stored(parts, each, target))
+        for each, target in buffers(name, weight, planes.recipe).items():
+            source = as_stored(parts, each, target)
+            if source.data_ptr() != target.data_ptr():
+                targets.append(target)
+                sources.append(source)
     with torch.no_grad():
         # A list of one dtype is copied in one call.
         for dtype in {target.dtype for target in targets}:
@@ -137,10 +179,10 @@ def take_initial(name: str, param: torch.Tensor) -> torch.Tensor:
         bf16 `[M, K]` on the weight's device: what was quantised, if that was kept and is asked for
         the first time; else the values of the row-wise plane, or of the only one.
     """
-    recipe = _known_recipe(name, param)
-    kept = take_kept(param)
-    if kept is not None:
-        return kept.to(device=param.device, dtype=torch.bfloat16)
+    recipe = require_recipe(name, param)
+    initial = take_kept(param)
+    if initial is not None:
+        return initial.to(device=param.device, dtype=torch.bfloat16)
     planes = Planes.empty([(param.shape[0], param.shape[1])], recipe, param.device)
     return dequantise(planes, torch.bfloat16, read_planes(name, param, planes)[0])
 
@@ -148,10 +190,10 @@ def take_initial(name: str, param: torch.Tensor) -> torch.Tensor:
 def take_kept(param: torch.Tensor) -> torch.Tensor | None:
     """What Transformer Engine kept of the values before quantisation; it lets go of them."""
     get, clear = (vars(param).get(f"{each}_high_precision_init_val") for each in ("get", "clear"))
-    kept: torch.Tensor | None = None if get is None else get()
+    initial: torch.Tensor | None = None if get is None else get()
     if clear is not None:
         clear()
-    return kept
+    return initial
 
 
 def read_planes(name: str, param: torch.Tensor, planes: Planes) -> tuple[Plane, ...]:
@@ -168,50 +210,11 @@ def read_planes(name: str, param: torch.Tensor, planes: Planes) -> tuple[Plane, 
     Raises:
         ConfigError: it holds neither plane.
     """
-    found = buffers(name, param, stale=False)
+    found = buffers(name, param, planes.recipe, stale=False)
     for each, source in found.items():
-        planes.tensors()[each].copy_(_as_ours(planes, each, source).reshape(-1))
+        planes.tensors()[each].copy_(as_ours(planes, each, source).reshape(-1))
     both: tuple[Plane, ...] = ("row", "col")
     return tuple(plane for plane in both if f"{plane}_data" in found)
-
-
-def buffers(name: str, param: torch.Tensor, *, stale: bool = True) -> dict[str, torch.Tensor]:
-    """Transformer Engine's buffers by the names of our planes, without padding. Aliases them.
-
-    Args:
-        name: global name, for messages.
-        param: a weight for which `recipe_of` finds a recipe.
-        stale: whether a transpose counts that is marked as stale.
-
-    Raises:
-        ConfigError: it holds neither plane, or a buffer does not fit its shape.
-    """
-    weight: Any = param
-    recipe = _known_recipe(name, param)
-    if recipe.block is None:
-        transpose = weight._transpose if stale or not weight._transpose_invalid else None
-        found = {"row_data": weight._data, "col_data": transpose}
-        # One scale serves both planes.
-        found |= {"row_scale" if weight._data is not None else "col_scale": weight._scale_inv}
-    else:
-        found = {
-            "row_data": weight._rowwise_data,
-            "row_scale": weight._rowwise_scale_inv,
-            "col_data": weight._columnwise_data,
-            "col_scale": weight._columnwise_scale_inv,
-        }
-    kept = {each: t for each, t in found.items() if found[f"{each[:3]}_data"] is not None}
-    if not kept:
-        raise ConfigError(f"parameter {name!r} holds neither plane; update_usage dropped both")
-    shapes = _shapes((param.shape[0], param.shape[1]), recipe)
-    return {each: _cut(name, each, t, shapes[each], recipe) for each, t in kept.items()}
-
-
-def _known_recipe(name: str, param: torch.Tensor) -> Recipe:
-    recipe = recipe_of(name, param)
-    if recipe is None:
-        raise ConfigError(f"parameter {name!r} is no tensor of Transformer Engine")
-    return recipe
 
 
 def _per_tensor_recipe(label: str, weight: Any, tensors: Any) -> Recipe:
@@ -253,46 +256,3 @@ def _unknown_quantizer(label: str, quantizer: object) -> ConfigError:
         f"{label} has a {type(quantizer).__name__}, whose rules are not known here; use a recipe "
         "of Transformer Engine that has one of its own quantizers"
     )
-
-
-def _shapes(shape: tuple[int, int], recipe: Recipe) -> dict[str, tuple[int, ...]]:
-    """What Transformer Engine's buffers hold, without padding."""
-    rows, cols = shape
-    col_data = (cols, rows) if recipe.columns_transposed else shape
-    if recipe.scales_are_codes:
-        scales: tuple[tuple[int, ...], ...] = (rows, cols // MX_BLOCK), (rows // MX_BLOCK, cols)
-    else:
-        scales = row_scale_shape(shape, recipe), col_scale_shape(shape, recipe)
-    return {"row_data": shape, "row_scale": scales[0], "col_data": col_data, "col_scale": scales[1]}
-
-
-def _cut(
-    name: str, each: str, tensor: torch.Tensor, shape: tuple[int, ...], recipe: Recipe
-) -> torch.Tensor:
-    """A buffer without its padding, as plain bytes or fp32."""
-    part = tensor.detach()[tuple(slice(size) for size in shape)]
-    if each.endswith("data") or recipe.scales_are_codes:
-        part = part.view(torch.uint8)
-    if tuple(part.shape) != shape:
-        raise ConfigError(
-            f"parameter {name!r}: Transformer Engine's {each} has shape {tuple(tensor.shape)}, "
-            f"which does not hold {shape}; this version of it lays tensors out in another way"
-        )
-    return part
-
-
-def _as_stored(planes: Planes, each: str, target: torch.Tensor) -> torch.Tensor:
-    """One matrix's part of our planes in the shape of a buffer; codes repeated where it asks."""
-    source = planes.tensors()[each]
-    if planes.recipe.format != "mxfp8-2d" or each.endswith("data"):
-        return source.view(target.shape)
-    rows, cols = row_scale_shape(planes.layout.shapes[0], planes.recipe)
-    dim = 0 if each == "row_scale" else 1
-    return source.view(rows, cols).repeat_interleave(MX_BLOCK, dim)
-
-
-def _as_ours(planes: Planes, each: str, source: torch.Tensor) -> torch.Tensor:
-    """A buffer in the shape of our planes: of codes that are repeated, the first."""
-    if planes.recipe.format != "mxfp8-2d" or each.endswith("data"):
-        return source
-    return source[::MX_BLOCK] if each == "row_scale" else source[:, ::MX_BLOCK]

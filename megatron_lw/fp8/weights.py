@@ -10,8 +10,18 @@ from megatron_lw.fp8 import rules
 from megatron_lw.fp8.planes import Planes
 from megatron_lw.fp8.quantise import History, dequantise, quantise_all
 from megatron_lw.fp8.recipe import Recipe
-from megatron_lw.fp8.te import buffers, read_planes, recipe_of, take_initial, write_planes
+from megatron_lw.fp8.te import (
+    move_data,
+    read_planes,
+    recipe_of,
+    take_initial,
+    write_planes,
+)
+from megatron_lw.fp8.te_buffers import buffers
 from megatron_lw.fp8.tensor import QuantisedTensor
+
+_MAGNITUDE = 0x7F
+"""The bits of an E4M3 byte without its sign."""
 
 
 class QuantisedWeights:
@@ -86,9 +96,12 @@ class QuantisedWeights:
 
 
 class TransformerEngineWeights(QuantisedWeights):
-    """The same of tensors of Transformer Engine, which keep buffers of their own.
+    """The same of tensors of Transformer Engine, whose bytes are views of these planes.
 
-    The planes here are what travels and is compared, and `deliver` copies them into those buffers.
+    Building it moves them there, once. Scales are small, and Transformer Engine pads them: it keeps
+    its own, and `deliver` copies them; and bytes too where a buffer is none of these views, because
+    Transformer Engine or a user has replaced it since, or the view would not be aligned. Of a
+    weight that keeps one plane the other is here alone: wire and arithmetic need it.
 
     Args:
         params: global name -> weight, all of one recipe, in the order in which they lie.
@@ -98,6 +111,8 @@ class TransformerEngineWeights(QuantisedWeights):
     def __init__(self, params: Mapping[str, torch.Tensor], recipe: Recipe) -> None:
         self.params = dict(params)
         self.planes = _planes_for(self.params, recipe)
+        for index, (name, param) in enumerate(self.params.items()):
+            move_data(name, param, self.planes.one(index))
         self._initial: dict[str, torch.Tensor] = {}
 
     def keep_initial(self) -> None:
@@ -109,24 +124,28 @@ class TransformerEngineWeights(QuantisedWeights):
         return list(self._initial.values())
 
     def values(self) -> torch.Tensor:
-        """As above. A weight that was written into since starts a new history of maxima."""
+        """As above. A weight that is not what its history of maxima gives starts a new one."""
         found = []
         for index, (name, param) in enumerate(self.params.items()):
             values = self._initial[name] if self._initial else take_initial(name, param)
             found.append(values.reshape(-1))
             history = self.planes.one(index).history
-            if history is not None and (self._initial or self._written(index)):
+            if history is not None and (self._initial or not _follows(history, self.held(index))):
                 history.zero_()
                 history[0, 0] = rules.largest(rules.magnitudes(values).amax().view(1))[0]
         return torch.cat(found)
 
     def deliver(self) -> None:
-        """Copy bytes and scales into Transformer Engine's buffers, of all weights in one call."""
+        """Bring Transformer Engine's buffers up to date, of all weights in one call."""
         write_planes(self.params, self.planes)
 
     def tensors(self) -> list[torch.Tensor]:
         """Transformer Engine's buffers, and the histories of maxima, which are ours."""
-        found = [t for name, param in self.params.items() for t in buffers(name, param).values()]
+        found = [
+            tensor
+            for name, param in self.params.items()
+            for tensor in buffers(name, param, self.recipe).values()
+        ]
         return found if self.planes.history is None else [*found, self.planes.history]
 
     def held(self, index: int) -> Planes:
@@ -140,10 +159,25 @@ class TransformerEngineWeights(QuantisedWeights):
         """Let go of the values before quantisation."""
         self._initial = {}
 
-    def _written(self, index: int) -> bool:
-        """Whether a weight is no longer what was delivered."""
-        both = (planes.tensors().values() for planes in (self.planes.one(index), self.held(index)))
-        return not all(torch.equal(mine, theirs) for mine, theirs in zip(*both, strict=True))
+
+def _follows(history: torch.Tensor, held: Planes) -> bool:
+    """Whether scale and largest byte of a matrix are those that its history of maxima gives.
+
+    Whoever writes into a weight of Transformer Engine does not know the history.
+
+    Args:
+        history: fp32 `[1, 1 + history]`.
+        held: what the matrix consists of.
+    """
+    largest = Planes.empty([(1, 1)], held.recipe, history.device)
+    largest = largest.with_tensors(largest.tensors() | {"history": history})
+    quantise_all(history[:, 0].clone(), largest, "keep")
+    pairs = [(held.row_data, held.row_scale), (held.col_data, held.col_scale)]
+    return all(
+        torch.equal(scale, largest.row_scale)
+        and torch.equal((data & _MAGNITUDE).amax().view(1), largest.row_data)
+        for data, scale in pairs
+    )
 
 
 def _planes_for(params: Mapping[str, torch.Tensor], recipe: Recipe) -> Planes:

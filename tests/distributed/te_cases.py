@@ -19,7 +19,17 @@ from megatron_lw.optimizer.held import held_buckets
 from tests import te_stub
 from tests.distributed.fp8_cases import build, same, train
 from tests.distributed.history_cases import freeze, frozen_weights
-from tests.te_weights import FILL, RECIPES, grouped, keep_initial, nvfp4, theirs, weight
+from tests.te_weights import (
+    FILL,
+    RECIPES,
+    grouped,
+    inner,
+    keep_initial,
+    nvfp4,
+    storage,
+    theirs,
+    weight,
+)
 
 DDP = megatron_lw.DistributedDataParallel
 Optimizer = megatron_lw.LayerWiseDistributedOptimizer
@@ -100,6 +110,24 @@ def held(ddp: DDP, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return found
 
 
+def held_twice(ddp: DDP) -> int:
+    """Bytes in which the weights of Transformer Engine lie, without both planes and scales."""
+    count = 0
+    for group in (group for bucket in ddp.buckets for group in bucket.quantised):
+        theirs = [(n, t) for param in group.params.values() for n, t in inner(param).items()]
+        ours = group.planes.tensors()
+        small = [t for n, t in [*theirs, *ours.items()] if "scale" in n or n == "history"]
+        count += storage([*ours.values(), *(t for _, t in theirs)])
+        count -= storage(small) + 2 * sum(param.numel() for param in group.params.values())
+    return count
+
+
+def places(ddp: DDP) -> list[int]:
+    """Where they lie."""
+    params = ddp.module.parameters()
+    return [t.data_ptr() for param in params for t in inner(param).values()]
+
+
 def made(te: Any, kind: str, *, own: bool, keep: bool = True, **options: Any) -> Any:
     change: Callable[[nn.Module], None] | None = partial(convert, te, kind, keep)
     if own:
@@ -111,13 +139,14 @@ def equal_to_ours(kind: str, steps: int, keep: bool, options: dict[str, Any]) ->
     """Train both models; raise if they differ anywhere.
 
     Returns:
-        How many weights are Transformer Engine's, and how many planes have changed.
+        How many weights are Transformer Engine's, how many planes have changed, and how many bytes
+        they hold twice, how many buffers have moved.
     """
     with te_stub.installed() as te:
         runs = []
         for own in (True, False):
             ddp, optimizer = made(te, kind, own=own, keep=keep, **options)
-            start = held(ddp, optimizer)
+            start, lay = held(ddp, optimizer), places(ddp)
             seen = train(ddp, optimizer, range(steps))
             optimizer.check()
             runs.append((seen, start, held(ddp, optimizer)))
@@ -132,6 +161,8 @@ def equal_to_ours(kind: str, steps: int, keep: bool, options: dict[str, Any]) ->
             "theirs": len(weights),
             "changed": sum(not torch.equal(found[name], start[name]) for name in data),
             "planes": len(data),
+            "bytes twice": held_twice(ddp),
+            "moved": sum(one != other for one, other in zip(lay, places(ddp), strict=True)),
         }
 
 
