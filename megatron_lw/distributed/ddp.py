@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -76,8 +76,7 @@ class DistributedDataParallel(nn.Module):
         self._sync = True
         self._started = self._reduced = self.finalized = False
         self.kept = Kept()
-        self._attached = False
-        self._stale = False
+        self._attached = self._stale = False
         self._holder = Holder()
         self.masters_newer = False
         self._history: History = "advance"
@@ -85,10 +84,7 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; weights still being gathered are waited for as they are read."""
-        gather = self._overlapped_gather
-        if gather is None or not gather.outstanding:
-            return self.module(*args, **kwargs)
-        with gather.guard():
+        with self._overlapped_gather.guard() if self._overlapped_gather else nullcontext():
             return self.module(*args, **kwargs)
 
     @property
@@ -146,8 +142,7 @@ class DistributedDataParallel(nn.Module):
             hook.remove()
         if self._overlapped_gather is not None:
             self._overlapped_gather.remove()
-        self._hooks = []
-        self._buckets, self._publishers = (), ()
+        self._hooks, self._buckets, self._publishers = [], (), ()
         self._overlapped_reduce = self._overlapped_gather = None
         self._forget_reduces()
         self._attached = self._stale = False
@@ -180,7 +175,12 @@ class DistributedDataParallel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradient storage, as `zero_grad_buffer`."""
         self.zero_grad_buffer()
-        super().zero_grad(set_to_none)
+        self.module.zero_grad(set_to_none)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As torch's, of `parameters` too; gathers are waited for, as the caller may read."""
+        self.finish_param_sync()
+        return super().named_parameters(*args, **kwargs)
 
     def check_bindings(self) -> None:
         """Check, before anything is communicated, that training acts on what the model holds.

@@ -7,7 +7,8 @@ whatever order its modules run in.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -135,14 +136,15 @@ class OverlappedGather:
     A forward pre-hook on each module waits for the module's own parameters; parameters of modules
     that have no forward of their own (a `ParameterDict`) belong to the module around them. A weight
     that is used outside its module, say through `functional.linear(x, other.weight)`, is caught by
-    `guard`, under which the wrapper runs the model as long as a gather is outstanding.
+    `guard`, under which the wrapper runs the model as long as a gather is outstanding. There is no
+    guard where a module is called past the wrapper, so that the first one waits for all gathers.
 
     Args:
         module: the model chunk.
         publishers: what gathers its buckets.
 
     Attributes:
-        handles: module that reads weights -> its forward pre-hook.
+        handles: module with a forward -> its forward pre-hook.
     """
 
     def __init__(self, module: nn.Module, publishers: Sequence[Publisher]) -> None:
@@ -152,13 +154,13 @@ class OverlappedGather:
             for publisher in publishers
             for param in publisher.bucket.params.values()
         }
+        self._guarded = False
         self.handles: dict[nn.Module, RemovableHandle] = {}
         for owner, params in _readers(module).items():
             needed = tuple(
                 dict.fromkeys(self._by_param[id(p)] for p in params if id(p) in self._by_param)
             )
-            if needed:
-                self.handles[owner] = owner.register_forward_pre_hook(Hook(_waiting(needed)))
+            self.handles[owner] = owner.register_forward_pre_hook(Hook(self._waiting(needed)))
         self._saving = module.register_state_dict_pre_hook(Hook(lambda *_: self.finish()))
 
     @property
@@ -166,9 +168,21 @@ class OverlappedGather:
         """Whether any gather has not landed."""
         return any(publisher.outstanding for publisher in self._publishers)
 
-    def guard(self) -> TorchFunctionMode:
-        """A mode under which any operation on a weight waits for its bucket first."""
-        return _WaitOnUse(self._by_param)
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """While any operation on a weight waits for its bucket first, as long as one has to.
+
+        Without gradients all are waited for at once: torch has faster kernels for that case, which
+        it takes only where no mode may look at their arguments.
+        """
+        if not torch.is_grad_enabled():
+            self.finish()
+        before, self._guarded = self._guarded, True
+        try:
+            with _WaitOnUse(self._by_param) if self.outstanding else nullcontext():
+                yield
+        finally:
+            self._guarded = before
 
     def finish(self) -> None:
         """Wait for all gathers and land them."""
@@ -180,6 +194,14 @@ class OverlappedGather:
         for hook in (self._saving, *self.handles.values()):
             hook.remove()
         self.handles = {}
+
+    def _waiting(self, needed: Sequence[Publisher]) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            for publisher in needed if self._guarded else self._publishers:
+                if publisher.outstanding:
+                    publisher.wait_and_land()
+
+        return hook
 
 
 class _WaitOnUse(TorchFunctionMode):
@@ -226,11 +248,3 @@ def _readers(module: nn.Module) -> dict[nn.Module, list[nn.Parameter]]:
 
     visit(module, module)
     return readers
-
-
-def _waiting(publishers: Sequence[Publisher]) -> Callable[..., None]:
-    def hook(*_: Any) -> None:
-        for publisher in publishers:
-            publisher.wait_and_land()
-
-    return hook

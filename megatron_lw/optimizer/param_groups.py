@@ -51,6 +51,15 @@ def make_param_groups(
     return kept + [_group(config, specs[name], params) for name, params in members.items()]
 
 
+def common_settings(groups: Sequence[ParamGroup]) -> ParamGroup:
+    """The settings that every group has, which torch's schedulers look for before they cycle one.
+
+    Values are the first group's: like torch's `Optimizer.defaults`, nothing reads them in a step.
+    """
+    names = [CHILD_SETTINGS[group["optimizer"]].keys() for group in groups]
+    return {name: groups[0][name] for name in names[0] if all(name in each for each in names)}
+
+
 def explicit_group(
     param_group: Mapping[str, Any], names: Mapping[int, str], present: Sequence[ExplicitGroup]
 ) -> ExplicitGroup:

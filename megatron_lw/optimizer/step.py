@@ -21,6 +21,7 @@ from megatron_lw.optimizer.guard import StepGuard
 from megatron_lw.optimizer.loss_scaler import scaler_of
 from megatron_lw.optimizer.param_groups import (
     check_settings,
+    common_settings,
     exempt_from_clipping,
     explicit_group,
     fingerprint,
@@ -70,7 +71,8 @@ class LayerWiseDistributedOptimizer(torch.optim.Optimizer):
         self.weight_rules: list[WeightRule] = []  # applied after the children in every step
         self._stepped = False
         self._built = False
-        super().__init__(make_param_groups(config, self._runtime), {})
+        param_groups = make_param_groups(config, self._runtime)
+        super().__init__(param_groups, common_settings(param_groups))
         self._built = True
         self._runtime.record_scales(self.param_groups, self.state)
 

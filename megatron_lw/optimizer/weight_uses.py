@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from megatron_lw.errors import ConfigError
+
 _CONVOLUTIONS = (
     nn.Conv1d,
     nn.Conv2d,
@@ -29,10 +31,20 @@ class WeightUse(NamedTuple):
 
 
 def weight_uses(chunk: nn.Module) -> dict[int, WeightUse]:
-    """`id` of a weight of an embedding or a convolution -> what its module tells."""
+    """`id` of a weight of an embedding or a convolution -> what its module tells.
+
+    Raises:
+        ConfigError: a module rewrites a weight that is stepped whenever it is called.
+    """
     found: dict[int, WeightUse] = {}
-    for module in chunk.modules():
+    for name, module in chunk.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            if module.max_norm is not None and module.weight.requires_grad:
+                raise ConfigError(
+                    f"module {name!r} has max_norm = {module.max_norm}: its forward rewrites the "
+                    "weight, which every step sets from the masters again; drop max_norm, and "
+                    "scale down what the module returns"
+                )
             found[id(module.weight)] = WeightUse(is_table=True)
         elif isinstance(module, _CONVOLUTIONS):
             depthwise = 1 < module.groups == module.in_channels

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megatron_lw
 from tests.harness import expect_failure_on_all, run_ranks
+from tests.late_gather import LateGather
 
 CONFIG = {"optimizer": "muon", "lr": 0.02, "clip_grad": 1.0, "bf16": True}
 
@@ -166,8 +167,7 @@ def gather_events():
         block.register_forward_hook(
             lambda *_: seen.append(sum(p.outstanding for p in ddp.publishers))
         )
-    with torch.no_grad():
-        ddp(x, [0, 1, 2, 3])
+    ddp(x, [0, 1, 2, 3])
     left = sum(p.outstanding for p in ddp.publishers)
     ddp.module.state_dict()
     return after_step, seen, left, sum(p.outstanding for p in ddp.publishers), len(ddp.publishers)
@@ -180,6 +180,56 @@ def test_forward_waits_for_what_it_reads_and_nothing_else():
         assert seen == sorted(seen, reverse=True)
         assert left >= 1, "the unused module's bucket was not waited for"
         assert after_state_dict == 0
+
+
+class Borrowing(nn.Module):
+    """Reads the weights of a layer that is never called, beside a block with kernels of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lent = nn.Linear(16, 16)
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(functional.linear(x, self.lent.weight, self.lent.bias))
+
+
+READERS = {
+    "past the wrapper": lambda ddp, x: ddp.module(x).detach(),
+    "in evaluation": lambda ddp, x: evaluated(ddp, x),
+    "parameters": lambda ddp, x: torch.cat([p.detach().flatten() for p in ddp.parameters()]),
+}
+
+
+def evaluated(ddp, x):
+    ddp.eval()
+    with torch.no_grad():
+        return ddp(x)
+
+
+def read_late(overlap, reader):
+    """What a reader finds right after a step whose gathers arrive only when waited for."""
+    groups = megatron_lw.ParallelGroups.create()
+    config = megatron_lw.DDPConfig(bucket_size=200, overlap_param_gather=overlap)
+    ddp = megatron_lw.DistributedDataParallel(Borrowing(), groups, config)
+    settings = megatron_lw.OptimizerConfig(optimizer="adam", lr=0.1)
+    optimizer = megatron_lw.get_megatron_optimizer(settings, [ddp])
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(groups.dp.rank))
+    ddp(x).square().sum().backward()
+    optimizer.step()
+    delayed = len(LateGather.delay(ddp.publishers))
+    return READERS[reader](ddp, x), delayed
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_outside_of_training_wait_too_and_find_the_same_bits(reader):
+    """NaN was read past the wrapper; in evaluation torch's kernels for inference were left out."""
+    plain = run_ranks(read_late, 2, False, reader)
+    overlapped = run_ranks(read_late, 2, True, reader)
+    for (there, none), (here, delayed) in zip(plain, overlapped, strict=True):
+        assert none == 0 and delayed >= 2
+        assert torch.equal(there, here)
 
 
 def contradicting_flags():

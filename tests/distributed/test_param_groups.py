@@ -12,6 +12,7 @@ from tests.harness import run_ranks
 
 SHAPES = {"a_weight": (24, 40), "b_weight": (40, 24), "c_bias": (100,), "emb_weight": (30, 8)}
 CONFIG = {"optimizer": "muon", "lr": 0.02, "min_lr": 0.002, "weight_decay": 0.1, "clip_grad": 0.0}
+SINGLE = megatron_lw.ParallelGroups.single()
 TAGS = {"emb_weight": {"embedding": True}}
 
 
@@ -80,6 +81,36 @@ def test_torch_schedulers_drive_every_group_by_its_own_rate(kind):
         assert rates["adam/dense/max_lr=0.0003"] == pytest.approx(1.5e-4)
         assert rates["muon/dense/max_lr=0.0"] == 0.0
         assert frozen_by_lr
+
+
+def cycled(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+
+
+@pytest.mark.parametrize(("child", "setting"), [("adam", "betas"), ("sgd", "momentum")])
+def test_schedulers_cycle_the_momentum_that_every_group_has(child, setting):
+    """As of torch's optimizers: torch looks in `defaults` for what it may cycle."""
+    _, optimizer = build(SHAPES, {**CONFIG, "optimizer": child}, groups=SINGLE)
+    theirs = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}[child](
+        nn.Linear(2, 2).parameters(), lr=0.02, **({"momentum": 0.9} if child == "sgd" else {})
+    )
+    schedulers = [cycled(optimizer), cycled(theirs)]
+    seen = set()
+    for _ in range(5):
+        ours = {group[setting] for group in optimizer.param_groups}
+        assert ours == {theirs.param_groups[0][setting]}
+        seen |= ours
+        for each, scheduler in zip((optimizer, theirs), schedulers, strict=True):
+            each.step()
+            scheduler.step()
+            each.zero_grad()
+    assert len(seen) > 2
+
+
+def test_a_momentum_that_some_groups_lack_is_not_cycled():
+    _, optimizer = build(SHAPES, CONFIG, groups=SINGLE)
+    with pytest.raises(ValueError, match="cycle_momentum"):
+        cycled(optimizer)
 
 
 class Decaying(nn.Module):

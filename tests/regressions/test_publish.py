@@ -100,8 +100,7 @@ def late_gathers(mixed: bool, late: bool) -> tuple[float, Tensors, list[int]]:
     ddp(x, [0, 1, 2, 3]).backward()
     optimizer.step()
     handles = LateGather.delay(ddp.publishers)
-    with torch.no_grad():
-        loss = float(ddp(x, [3, 1, 0, 2]))
+    loss = float(ddp(x, [3, 1, 0, 2]).detach())
     waited = [handle.waited for handle in handles]
     return loss, {n: p.clone() for n, p in ddp.state_dict().items()}, waited
 

@@ -58,6 +58,15 @@ def test_a_parameter_on_meta_is_refused() -> None:
         wrapped(layers)
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_table_that_its_forward_rewrites_is_refused(kind: type[nn.Module]) -> None:
+    """torch steps from the rows that were scaled down in place; masters would not know of them."""
+    with pytest.raises(ConfigError, match=r"module 'table' has max_norm = 0\.5.*drop max_norm"):
+        wrapped(nn.ModuleDict({"table": kind(8, 4, max_norm=0.5), "b": nn.Linear(4, 4)}))
+    frozen = kind(8, 4, max_norm=0.5).requires_grad_(False)
+    wrapped(nn.ModuleDict({"table": frozen, "b": nn.Linear(4, 4)}))
+
+
 @pytest.mark.parametrize(
     ("shape", "tags"),
     [
