@@ -220,11 +220,10 @@ class TargetPlan:
                             yield Wanted(record=record, box=box)
 
     def _values(self, rank: int) -> Iterator[Wanted]:
-        """Frozen parameters, buffers and tensors aside that a rank writes."""
+        """Frozen parameters, buffers, tensors aside and what has no elements that a rank writes."""
         stage_size = self._topology.dp * self._topology.tp
-        for states in self._records.values():
-            record = states.get(VALUE)
-            if record is None:
+        for record in self._manifest.tensors:
+            if record.state != VALUE and 0 not in record.shape:
                 continue
             layer = layer_of(record.name)
             holders = range(self._topology.world)

@@ -44,7 +44,7 @@ def _contradicting_tags(param: nn.Parameter, tags: Annotation) -> Iterator[str]:
     """What is wrong with the tags by themselves and with the kind of parameter."""
     if param.is_meta:
         yield "it is on the meta device; materialise the model before wrapping it"
-    if not param.is_floating_point():
+    if param.requires_grad and not param.is_floating_point():
         yield f"its dtype is {param.dtype}; only floating-point weights are stepped"
     if tags.embedding and tags.output:
         yield "it is tagged both embedding and output; drop one, and tie copies with tied=NAME"

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint import load, save
 
+import megatron_lw
+import megatron_lw.dist_checkpointing
 from megatron_lw.dist_checkpointing import reading
 from megatron_lw.dist_checkpointing.directory import MANIFEST, read_manifest
 from megatron_lw.dist_checkpointing.manifest import Manifest, ParamRecord, Piece, TensorRecord
@@ -75,6 +78,43 @@ def test_batches_stay_below_the_limit_and_pieces_are_cut_where_they_do_not(
     reader = CheckpointReader(tmp_path / "b")
     for record in reader.manifest.tensors:
         assert torch.equal(reader.tensor(record), state[record.name])
+
+
+def odd_model() -> nn.Module:
+    model = nn.Linear(4, 3)
+    model.register_parameter("none", nn.Parameter(torch.empty(0, 3)))
+    codes = nn.Parameter(torch.arange(6, dtype=torch.uint8), requires_grad=False)
+    model.register_parameter("codes", codes)
+    return model
+
+
+def test_parameters_without_elements_and_frozen_integers_are_saved_and_resharded(
+    tmp_path: Path,
+) -> None:
+    """A save refused frozen integers as weights to be stepped; states of nothing had no place."""
+    groups = megatron_lw.ParallelGroups.single()
+    built = []
+    for _ in range(2):
+        ddp = megatron_lw.DistributedDataParallel(odd_model(), groups)
+        config = megatron_lw.OptimizerConfig(lr=0.1)
+        built.append((ddp, megatron_lw.get_megatron_optimizer(config, [ddp])))
+    (ddp, optimizer), (other, its_optimizer) = built
+    ddp(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    directory = megatron_lw.dist_checkpointing.save(tmp_path / "a", ddp, optimizer, step=1)
+    assert verify(directory).is_whole
+
+    alike = reshard(tmp_path / "a", tmp_path / "b", ONE)
+    files = [[each.read_bytes() for each in sorted(d.glob("rank*"))] for d in (directory, alike)]
+    assert files[0] == files[1] and len(files[0]) == 1
+    reshard(tmp_path / "a", tmp_path / "c", Topology(dp=3, tp=1, ep=1, pp=1, etp=1))
+    assert verify(tmp_path / "c").is_whole
+    other.module.codes.data.zero_()
+    megatron_lw.dist_checkpointing.load(tmp_path / "c", other, its_optimizer)
+    found = other.state_dict()
+    assert found["none"].shape == (0, 3) and found["codes"].tolist() == [0, 1, 2, 3, 4, 5]
+    for name, value in ddp.state_dict().items():
+        assert torch.equal(found[name], value), name
 
 
 def test_a_state_dict_of_torch_keeps_its_keys(tmp_path: Path) -> None:
