@@ -152,7 +152,7 @@ def _group(config: OptimizerConfig, spec: ParamGroupSpec, params: list[Any]) -> 
         "name": spec.name,
         "optimizer": spec.child,
         "is_expert_parallel": spec.is_expert,
-        "is_decoupled_lr": config.decoupled_lr is not None and max_lr == config.decoupled_lr,
+        "is_decoupled_lr": False,  # as in Megatron: max_lr tells such a group from others
         "default_config": not any("lr" in key for key in settings),
         "wd_mult": 1.0,
         "lr_mult": 1.0,

@@ -96,7 +96,8 @@ def exchange(
         whole = train(
             [*flags, *_save(directory)], base=base, ours=ours_first, prepare=wrap, probe=_scale
         )
-    with _without_transformer_engine(), _layout(laid_out) as wrap:
+    with _without_transformer_engine(), _layout(laid_out) as wrap, warnings.catch_warnings():
+        warnings.filterwarnings("error", message="parameter groups that were not saved")
         rest, again = _go_on(directory, flags, base=base, ours=not ours_first, wrap=wrap)
     is_fp32 = "--bf16" not in flags and "--fp16" not in flags
     one, two = (_of_state(each, is_fp32=is_fp32) for each in (_saved(directory), again))

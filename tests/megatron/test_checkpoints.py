@@ -125,12 +125,13 @@ MUON = ["--bf16", *SHORT]
 ADAM = ["--fp16", *SHORT, "--optimizer", "adam", "--accumulate-allreduce-grads-in-fp32"]
 ADAM += ["--initial-loss-scale", "65536", "--loss-scale-window", "2"]
 SPREAD = "--use-distributed-optimizer"
+DECOUPLED = [RESHARDABLE, "--decoupled-lr", "5e-4", "--untie-embeddings-and-output-weights"]
 # name -> (flags, flags left out, whether in Megatron's layout, whether losses are FP32's)
 OPTIMIZERS: dict[str, tuple[list[str], list[str], bool, bool]] = {
-    "layer-wise Muon, one buffer": ([*MUON, RESHARDABLE], [], False, False),
+    "layer-wise Muon, one buffer": ([*MUON, *DECOUPLED], [], False, False),
     "layer-wise Muon, laid out": ([*MUON, RESHARDABLE], [], True, False),
     "Muon alone": ([*SHORT, *FP32], [SPREAD], False, True),
-    "DistributedOptimizer": ([*ADAM, RESHARDABLE], [], False, False),
+    "DistributedOptimizer": ([*ADAM, *DECOUPLED], [], False, False),
 }
 
 
@@ -139,7 +140,10 @@ OPTIMIZERS: dict[str, tuple[list[str], list[str], bool, bool]] = {
 def test_megatrons_optimizers_and_ours_go_on_from_each_other(
     name: str, ours_first: bool, tmp_path: Path
 ) -> None:
-    """States bitwise, momentum as it is; losses numerical: FP32 1e-5, BF16 and FP16 5e-3."""
+    """States bitwise, momentum as it is; losses numerical: FP32 1e-5, BF16 and FP16 5e-3.
+
+    And every parameter group is found again, those of a decoupled learning rate included.
+    """
     flags, without, laid_out, is_fp32 = OPTIMIZERS[name]
     found = run("exchange", 2, str(tmp_path / "run"), flags, without, ours_first, laid_out)
     for whole, rest, differ, count in found:

@@ -77,7 +77,7 @@ def save_state(
     for held in held_buckets(optimizer.runtime):
         spread = held.domain == "replicated"
         for name, key, data in assembly.assemble(held):
-            state = state_name(key, apart=apart and is_elementwise(held))
+            state = state_name(key, apart=apart and is_scalar(optimizer, held))
             tensors[f"{key}/{name}"] = sharded(
                 entries[name], state, _kept(data), 0, everywhere=spread
             )
@@ -88,9 +88,10 @@ def save_state(
     return {**written, TENSORS: tensors} if tensors else written
 
 
-def is_elementwise(held: Held) -> bool:
-    """Whether the child of a bucket sees flat slices."""
-    return held.kind not in MATRIX_CHILDREN
+def is_scalar(optimizer: LayerWiseDistributedOptimizer, held: Held) -> bool:
+    """Whether Megatron's layer-wise optimizer would not have a bucket: its main Lion is there."""
+    main = optimizer.config.optimizer
+    return held.kind not in MATRIX_CHILDREN and (main in ("adam", "sgd") or held.kind != main)
 
 
 def owned_states(optimizer: LayerWiseDistributedOptimizer) -> list[tuple[OwnedState, int]]:

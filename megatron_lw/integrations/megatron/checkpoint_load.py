@@ -25,7 +25,7 @@ from megatron_lw.integrations.megatron.checkpoint import (
     FORMAT,
     OURS,
     TENSORS,
-    is_elementwise,
+    is_scalar,
     owned_states,
 )
 from megatron_lw.integrations.megatron.sharding import (
@@ -94,7 +94,7 @@ def load_targets(
         entries = model_entries(optimizer, model_state)
         targets = _Targets(entries, SavedKeys(metadata.get(DIRECTORY)))
         for held in held_buckets(optimizer.runtime):
-            targets.ask_for(held, apart=apart and is_elementwise(held))
+            targets.ask_for(held, apart=apart and is_scalar(optimizer, held))
         targets.ask_for_owned(optimizer)
         targets.require_all()
         return targets

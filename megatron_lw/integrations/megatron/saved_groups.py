@@ -133,10 +133,14 @@ def grad_scaler(state: Mapping[Any, Any]) -> Mapping[str, Any] | None:
 
 
 def find_group(group: ParamGroup, saved: Sequence[SavedGroup]) -> SavedGroup | None:
-    """The saved group that is ours: by name, else by what Megatron tells groups by."""
+    """The saved group that is ours: by name, else by what Megatron tells groups by.
+
+    Earlier releases of Megatron mark decoupled learning rates, which differ in `max_lr` anyway.
+    """
     of_child = [each for each in saved if each.child == group["optimizer"]]
     named = [each for each in of_child if each.settings.get("name") == group["name"]]
-    keys = [key for key in param_group_identifier_keys if key != "optimizer"]
+    passed_over = ("optimizer", "is_decoupled_lr")
+    keys = [key for key in param_group_identifier_keys if key not in passed_over]
     alike = [
         each for each in of_child if all(each.settings.get(key) == group.get(key) for key in keys)
     ]
