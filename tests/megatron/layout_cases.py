@@ -46,8 +46,8 @@ def _place(param: Any) -> tuple[int, int]:
 def _initialise(chunk: Any) -> None:
     """Matrices that are the same whole in every layout, cut as Megatron's own initialisers cut."""
     for name, param in chunk.named_parameters():
-        if name.endswith(".bias"):
-            torch.nn.init.zeros_(param)  # Megatron's router draws its own
+        if name.endswith((".bias", ".softmax_offset")):
+            torch.nn.init.zeros_(param)  # Megatron's router and attention draw their own
         if param.dim() != 2:
             continue
         parallel = getattr(param, "tensor_model_parallel", False)

@@ -12,7 +12,7 @@ needs.megatron()
 
 FP32 = "--muon-fp32-matmul-prec high --train-iters 4 --hidden-dropout 0 --attention-dropout 0"
 TP2 = "--tensor-model-parallel-size 2"
-GATED = "--swiglu --group-query-attention --num-query-groups 2"
+GATED = "--swiglu --group-query-attention --num-query-groups 2 --softmax-type learnable"
 
 ONE_GROUP = "--group-query-attention --num-query-groups 1"
 EXPERTS = f"{MOE} --expert-model-parallel-size 2"
@@ -37,6 +37,9 @@ def test_gated_and_fused_weights_are_the_same_whole_weights_under_tensor_paralle
     assert plain.keys() == divided.keys()
     for name, weight in plain.items():
         torch.testing.assert_close(divided[name], weight, atol=1e-5, rtol=0, msg=name)
+    offsets = "decoder.layers.0.self_attention.core_attention.softmax_offset"
+    assert plain[offsets].shape == (4,)  # of every head, where Megatron tags none as divided
+    assert plain[offsets].abs().min() > 0
     # As the shards lie, one after the other, a gated weight is another matrix.
     gated = "decoder.layers.0.mlp.linear_fc1.weight"
     shards = [[p.values for p in two[1] if p.name == gated] for _, two in found]

@@ -23,11 +23,9 @@ from megatron_lw.distributed.buffers import BucketBuffer
 from megatron_lw.errors import ConfigError
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.integrations.megatron import settings
-from megatron_lw.integrations.megatron.api import build_from_megatron, refuse_model
+from megatron_lw.integrations.megatron.api import build_from_megatron, name_chunks, refuse_model
 from megatron_lw.integrations.megatron.groups import parallel_groups
-from megatron_lw.integrations.megatron.names import name_maps
 from megatron_lw.integrations.megatron.optimizer import MegatronOptimizer
-from megatron_lw.integrations.megatron.tags import complete_tags
 from megatron_lw.optimizer.describe import bind_main_grad
 from megatron_lw.optimizer.names import NameMap
 
@@ -135,8 +133,8 @@ def adopt_megatron_ddp(
     wrapped: Sequence[Any] = model_chunks
     for chunk in wrapped:
         refuse_model(chunk.config)
-        complete_tags(chunk, chunk.config, groups.tp.size)
-    maps = name_maps([chunk.module for chunk in wrapped], groups, given.dp_cp)
+    inside = [chunk.module for chunk in wrapped]
+    maps = name_chunks(inside, wrapped[0].config, groups, given.dp_cp)
     chunks = [
         AdoptedChunk(chunk, groups, names) for chunk, names in zip(wrapped, maps, strict=True)
     ]

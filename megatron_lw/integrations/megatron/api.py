@@ -8,16 +8,18 @@ from typing import Any
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
+from megatron_lw.distributed.agreement import attempt
 from megatron_lw.errors import ConfigError
 from megatron_lw.groups import ParallelGroups
 from megatron_lw.integrations.megatron import settings
 from megatron_lw.integrations.megatron.ddp import DistributedDataParallel
 from megatron_lw.integrations.megatron.groups import parallel_groups
-from megatron_lw.integrations.megatron.names import name_maps
+from megatron_lw.integrations.megatron.names import name_map, sharded_entries
 from megatron_lw.integrations.megatron.optimizer import MegatronOptimizer
 from megatron_lw.integrations.megatron.qk_clip import MegatronQKClip
 from megatron_lw.integrations.megatron.tags import complete_tags
 from megatron_lw.optimizer.api import build_optimizer
+from megatron_lw.optimizer.names import NameMap
 
 _REFUSED = {
     "has_cond_embedder": "gradients of a conditional embedder are summed over pipeline stages, "
@@ -68,14 +70,38 @@ def wrap_model_chunks(
     groups = parallel_groups(given)
     num_parameters = sum(p.numel() for chunk in model_chunks for p in chunk.parameters())
     ours = settings.ddp_config(ddp_config, num_parameters=num_parameters)
-    for chunk in model_chunks:
-        complete_tags(chunk, config, groups.tp.size)
+    maps = name_chunks(model_chunks, config, groups, given.dp_cp)
     return [
         DistributedDataParallel(chunk, groups, config, ours, names, scalars_apart=scalars_apart)
-        for chunk, names in zip(
-            model_chunks, name_maps(model_chunks, groups, given.dp_cp), strict=True
-        )
+        for chunk, names in zip(model_chunks, maps, strict=True)
     ]
+
+
+def name_chunks(
+    modules: Sequence[nn.Module], config: Any, groups: ParallelGroups, dp_cp_group: Any
+) -> list[NameMap]:
+    """Complete the tags of every chunk of this rank, and name its parameters.
+
+    Args:
+        modules: the chunks, before they are wrapped.
+        config: Megatron's model configuration.
+        groups: every process group by name.
+        dp_cp_group: Megatron's data-parallel group.
+
+    Collective: an agreement over `groups.control`.
+
+    Raises:
+        ConfigError: on every rank: see `name_map` and `tag_shards`.
+    """
+
+    def named() -> list[NameMap]:
+        for module in modules:
+            entries = sharded_entries(module, dp_cp_group)
+            complete_tags(module, config, groups.tp.size, entries)
+        stage = groups.pp.rank
+        return [name_map(module, i, stage, dp_cp_group) for i, module in enumerate(modules)]
+
+    return attempt(named, groups.control)
 
 
 def get_megatron_optimizer(

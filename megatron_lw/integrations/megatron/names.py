@@ -7,42 +7,18 @@ numbers: `decoder.layers.7.mlp.experts.experts.3.linear_fc1.weight`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import Float16Module
 from torch import nn
 
-from megatron_lw.distributed.agreement import attempt
 from megatron_lw.errors import ConfigError
-from megatron_lw.groups import ParallelGroups
+from megatron_lw.integrations.megatron.sharding import Entry
 from megatron_lw.optimizer.names import NameMap
 
 _NUMBERED = {"singleton_local_shards": True, "non_homogeneous_layers": True}
-
-
-def name_maps(
-    modules: Sequence[nn.Module], groups: ParallelGroups, dp_cp_group: Any
-) -> list[NameMap]:
-    """`name_map` of each chunk of this rank.
-
-    Args:
-        modules: the chunks.
-        groups: every process group by name.
-        dp_cp_group: as `name_map`.
-
-    Collective: an agreement over `groups.control`.
-
-    Raises:
-        ConfigError: on every rank: see `name_map`.
-    """
-
-    def found() -> list[NameMap]:
-        stage = groups.pp.rank
-        return [name_map(module, i, stage, dp_cp_group) for i, module in enumerate(modules)]
-
-    return attempt(found, groups.control)
 
 
 def name_map(module: nn.Module, chunk: int, pipeline_rank: int, dp_cp_group: Any) -> NameMap:
@@ -59,8 +35,8 @@ def name_map(module: nn.Module, chunk: int, pipeline_rank: int, dp_cp_group: Any
     Raises:
         ConfigError: the module has no sharded state dict, or it leaves out a parameter.
     """
-    keys = _keys(module, dp_cp_group)
-    prefix = "module." if isinstance(module, Float16Module) else ""
+    keys = {name: entry.key for name, entry in sharded_entries(module, dp_cp_group).items()}
+    prefix = prefix_of(module)
     globals_: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name, _ in module.named_parameters():
@@ -84,8 +60,21 @@ def name_map(module: nn.Module, chunk: int, pipeline_rank: int, dp_cp_group: Any
     return NameMap(globals_)
 
 
-def _keys(module: nn.Module, dp_cp_group: Any) -> Mapping[str, str]:
-    """Name in the state dict -> numbered key."""
+def prefix_of(module: nn.Module) -> str:
+    """What the names of parameters have before those of the state dict."""
+    return "module." if isinstance(module, Float16Module) else ""
+
+
+def sharded_entries(module: nn.Module, dp_cp_group: Any) -> Mapping[str, Entry]:
+    """What the module itself says of its tensors for a checkpoint, by name in the state dict.
+
+    Args:
+        module: the chunk as it is wrapped.
+        dp_cp_group: Megatron's data-parallel group, which its sharded state dict asks for.
+
+    Raises:
+        ConfigError: it has no sharded state dict, or that fails.
+    """
     describe = getattr(module, "sharded_state_dict", None)
     if describe is None:
         raise ConfigError(
@@ -101,7 +90,7 @@ def _keys(module: nn.Module, dp_cp_group: Any) -> Mapping[str, str]:
             f"--untie-embeddings-and-output-weights ({type(error).__name__}: {str(error)[:100]})"
         ) from error
     return {
-        name: entry.key
+        name: entry
         for name, entry in found.items()
         if isinstance(entry, ShardedTensor | ShardedTensorFactory)
     }

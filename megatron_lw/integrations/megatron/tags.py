@@ -1,28 +1,74 @@
 """What Megatron's layers leave unsaid of their parameters, or say wrongly, before `describe` reads.
 
-They say how tensor parallelism divides a weight. That it fuses query, key and value is found by
-Megatron's optimizer, which ours replaces.
+Most say how tensor parallelism divides a weight; the rest is in the model's sharded state dict.
+That a weight fuses query, key and value is found by Megatron's optimizer, which ours replaces.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import nn
+
+from megatron_lw.errors import ConfigError
+from megatron_lw.integrations.megatron.names import prefix_of
+from megatron_lw.integrations.megatron.sharding import Entry
 
 _QKV = "linear_qkv.weight"
 
 
-def complete_tags(chunk: nn.Module, config: Any, tensor_parallel: int) -> None:
-    """Say of the parameters of a chunk what `describe` must know; see the two functions below.
+def complete_tags(
+    chunk: nn.Module, config: Any, tensor_parallel: int, entries: Mapping[str, Entry]
+) -> None:
+    """Say of the parameters of a chunk what `describe` must know; see the functions below.
 
     Args:
         chunk: a model chunk, before it is wrapped.
         config: Megatron's model configuration.
         tensor_parallel: ranks that divide the rows of a dense weight.
+        entries: what the chunk's sharded state dict has, by name.
     """
     tag_qkv(chunk, config, tensor_parallel)
+    tag_shards(chunk, tensor_parallel, entries)
     clear_contradictions(chunk)
+
+
+def tag_shards(chunk: nn.Module, tensor_parallel: int, entries: Mapping[str, Entry]) -> None:
+    """Tag dense parameters that tensor parallelism divides and whose layer does not say so.
+
+    The offsets of a learned softmax (--softmax-type learnable) are such: one a head, and each rank
+    has those of its heads. Their checkpoint entry is divided, and Megatron's own norm counts the
+    first rank's alone.
+
+    Args:
+        chunk: a model chunk, before it is wrapped.
+        tensor_parallel: ranks that divide a dense weight.
+        entries: what the chunk's sharded state dict has, by name.
+
+    Raises:
+        ConfigError: an untagged parameter is divided in another way.
+    """
+    prefix = prefix_of(chunk)
+    for name, param in chunk.named_parameters():
+        weight: Any = param
+        entry = entries.get(name.removeprefix(prefix))
+        tagged = getattr(param, "tensor_model_parallel", False)
+        if tagged or not getattr(param, "allreduce", True) or not isinstance(entry, ShardedTensor):
+            continue
+        whole = entry.global_shape[entry.prepend_axis_num :]
+        divided = [dim for dim, size in enumerate(param.shape) if size != whole[dim]]
+        if not divided:
+            continue
+        [dim, *more] = divided
+        if more or whole[dim] != param.shape[dim] * tensor_parallel:
+            raise ConfigError(
+                f"parameter {name!r} of shape {tuple(param.shape)} is a part of {tuple(whole)}, "
+                f"not by the {tensor_parallel} ranks of tensor parallelism; set its attributes "
+                "tensor_model_parallel and partition_dim"
+            )
+        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, dim, 1
 
 
 def tag_qkv(chunk: nn.Module, config: Any, tensor_parallel: int) -> None:
