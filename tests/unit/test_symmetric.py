@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_lw.optimizer.children import symmetric
-from megatron_lw.optimizer.children.symmetric import gram_of, multiply_add
+from megatron_lw.optimizer.children.symmetric import gram_of, multiply_add, strips_of
 from tests.unit.orthogonal import newton_schulz, relative_error
 
 SHAPES = [(256, 300), (320, 320), (387, 900), (512, 768), (643, 700), (770, 1540)]
@@ -19,8 +19,9 @@ def products(shape: tuple[int, int], dtype: torch.dtype, tall: bool) -> list[lis
     gram = x @ x.mT
     update = torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315)
     ours = [torch.full_like(gram, torch.nan) for _ in range(2)]
-    gram_of(x, ours[0], least=256)
-    multiply_add(gram, gram, gram, ours[1], beta=-4.775, alpha=2.0315, least=256)
+    gram_of(x, ours[0], strips_of(ours[0], 256))
+    strips = strips_of(ours[1], 256)
+    multiply_add(gram, gram, gram, ours[1], strips, beta=-4.775, alpha=2.0315)
     return [ours, [gram, update]]
 
 
@@ -46,7 +47,7 @@ def test_strips_are_close_and_symmetric_to_the_bit(
         assert torch.equal(one[-64:, :64], one[:64, -64:].mT)
 
 
-def test_how_many_rows_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_much_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact: five eighths of the products at 512, everything below `least` and in batches."""
     counted: list[int] = []
     multiply = torch.mm
@@ -64,10 +65,12 @@ def test_how_many_rows_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
         (128, 1, 1),
     ):
         counted.clear()
-        gram_of(torch.randn(rows, rows), torch.empty(rows, rows), least=least)
+        out = torch.empty(rows, rows)
+        gram_of(torch.randn(rows, rows), out, strips_of(out, least))
         assert sum(counted) == expected * rows * rows
     counted.clear()
-    gram_of(torch.randn(2, 512, 512), torch.empty(2, 512, 512), least=256)
+    out = torch.empty(2, 512, 512)
+    gram_of(torch.randn(2, 512, 512), out, strips_of(out, 256))
     assert not counted
 
 

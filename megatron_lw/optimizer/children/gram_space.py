@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_lw.optimizer.children.coefficients import Triple
 from megatron_lw.optimizer.children.ns_workspace import Scratch
-from megatron_lw.optimizer.children.symmetric import gram_of, multiply_add
+from megatron_lw.optimizer.children.symmetric import gram_of, multiply_add, strips_of
 from megatron_lw.optimizer.workspace import BATCH_BELOW
 
 LONG_ENOUGH = 2
@@ -84,7 +84,7 @@ def iterate_in_gram_space(
         x = multiply(update, x, out=target if last and target is not None else wide)
         place = 1 - place
         if not last:
-            gram_of(x, gram, least=BATCH_BELOW)
+            gram_of(x, gram, strips_of(gram, BATCH_BELOW))
             product, spare = _two_small(scratch.wide[1 - place], gram)
             started = False
     return x
@@ -93,7 +93,8 @@ def iterate_in_gram_space(
 def _product(
     addend: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float, out: Tensor
 ) -> None:
-    multiply_add(addend, left, right, out, beta=beta, alpha=alpha, least=BATCH_BELOW)
+    strips = strips_of(out, BATCH_BELOW)
+    multiply_add(addend, left, right, out, strips, beta=beta, alpha=alpha)
 
 
 def _two_small(wide: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ from megatron_lw.optimizer.children.ns_checks import (
     check_pairs,
 )
 from megatron_lw.optimizer.children.ns_workspace import Scratch, carve, max_batch
-from megatron_lw.optimizer.children.symmetric import gram_of, multiply_add
+from megatron_lw.optimizer.children.symmetric import gram_of, multiply_add, strips_of
 from megatron_lw.optimizer.workspace import BATCH_BELOW
 
 Iteration = Literal["standard", "gram"]
@@ -244,7 +244,8 @@ class NewtonSchulz:
         direct = None if out is None else _as_target(out, tall, self.dtype)
         in_gram_space = self.iteration == "gram" and is_long(*x.shape[-2:])
         least = BATCH_BELOW if in_gram_space else STRIPS_FROM
-        gram_of(x, gram, least=least)
+        gram_strips, update_strips = strips_of(gram, least), strips_of(update, least)
+        gram_of(x, gram, gram_strips)
         if self.coefficients.row_prescale:
             _prescale_rows(x, gram, update)
         if in_gram_space:
@@ -257,8 +258,8 @@ class NewtonSchulz:
         multiply_wide = torch.addmm if x.ndim == 2 else torch.baddbmm
         for step, (a, b, c) in enumerate(self.coefficients.triples):
             if step > 0:
-                gram_of(x, gram, least=least)
-            multiply_add(gram, gram, gram, update, beta=b, alpha=c, least=least)
+                gram_of(x, gram, gram_strips)
+            multiply_add(gram, gram, gram, update, update_strips, beta=b, alpha=c)
             target = direct if step == last and direct is not None else scratch.wide[(step + 1) % 2]
             x = multiply_wide(x, update, x, beta=a, out=target)
         if out is not None and direct is not None:

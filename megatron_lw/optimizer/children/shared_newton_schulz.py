@@ -16,7 +16,7 @@ import torch
 from megatron_lw.distributed.collectives import all_reduce
 from megatron_lw.distributed.group import Group
 from megatron_lw.optimizer.children.newton_schulz import STRIPS_FROM, NewtonSchulz
-from megatron_lw.optimizer.children.symmetric import gram_of
+from megatron_lw.optimizer.children.symmetric import gram_of, strips_of
 
 Guard = Callable[[], AbstractContextManager[None]]
 Batch = Sequence[torch.Tensor]
@@ -113,7 +113,7 @@ class SharedNewtonSchulz:
         for step, (a, b, c) in enumerate(self._coefficients.triples):
             with guard():
                 for x, each in zip(here, gram, strict=True):
-                    gram_of(x, each, least=STRIPS_FROM)
+                    gram_of(x, each, strips_of(each, STRIPS_FROM))
                 summed.copy_(gram)
             all_reduce(summed, self._group, label=f"Gram matrices, {label}")
             with guard():
